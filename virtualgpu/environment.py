@@ -8,8 +8,8 @@ VIRTUALGPU            which virtual GPUs a process has: JSON, which the runner (
                       that ask the driver; looked up where missing. dry: shapes alone. folder: where the runner's processes
                       leave their figures. trace, report: what each process writes there when it ends. single_rank: world_size,
                       rank and gpus_per_node of a dry run in which one process plays one rank of many. gpus_per_node: how
-                      the GPUs are divided into nodes. network: what joins nodes, as hardware.networks.find reads it.
-                      sanitize: races raise an error. timers: what the program's time.time() tells, real unless given, or simulated. clock, host: how time is taken, as hardware.settings.find reads them.
+                      the GPUs are divided into nodes. network: what joins nodes, as hardware.machine.find_network reads it.
+                      sanitize: races raise an error. timers: what the program's time.time() tells, real unless given, or simulated. clock, host: how time is taken, as hardware.machine.find_settings reads them.
                       steps: end after so many steps of the optimizer (run/trials/steps.py). explain: what a run of --explain
                       changes (run/explain/changes.py), {} for nothing.
 VIRTUALGPU_PROFILED   JSON: folder, steps. No virtual GPUs: torch.profiler on the real ones (run/explain/real.py): `PROFILED`.

@@ -10,7 +10,7 @@ import re
 import torch
 
 from virtualgpu._compat import tree_map_only
-from virtualgpu.hardware.specs import MIB
+from virtualgpu.hardware.units import MIB
 
 # What a CPU kernel says of values that only a kernel can see; of dimensions and shapes the host knows without one.
 SEEN_BY_KERNEL = re.compile(

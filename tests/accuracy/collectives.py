@@ -18,7 +18,7 @@ from statistics import median
 from typing import NamedTuple
 
 from tests.accuracy.kernels import within
-from virtualgpu.hardware.network import Fabric, Network
+from virtualgpu.hardware.machine import Fabric, Network
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.timing import nccl
 

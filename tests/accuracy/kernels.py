@@ -15,7 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 from virtualgpu.hardware.specs import SPECS
-from virtualgpu.timing import products as timing
+from virtualgpu.timing import kernels as timing
 from virtualgpu.timing.kernels import Kernels, vector_width
 
 TABLE = Path(__file__).parent / "kernels.csv"
@@ -41,7 +41,7 @@ class Product(NamedTuple):
 def multiplied(kernels, count, rows, columns, length, key, size, loaded=0) -> float:
     """Seconds of `count` products of [rows, length] and [length, columns], of `size` bytes a number. loaded: what `vector_width` says."""
     moved = count * size * (rows * length + length * columns + rows * columns)
-    return timing.seconds(kernels, timing.Product(count, rows, columns, length, key, moved, loaded))
+    return kernels.spec.kernel + kernels.busy(timing.Product(count, rows, columns, length, key, moved, loaded))
 
 
 def products() -> list[Product]:

@@ -13,7 +13,7 @@ from tests.accuracy import __main__ as command
 from tests.accuracy import bert_large, one_card, parallel, programs, table, transformer, vision
 from tests.accuracy.__main__ import PROGRAMS
 from tests.accuracy.published import Row, published, ratio
-from virtualgpu.hardware.settings import HOSTS
+from virtualgpu.hardware.machine import HOSTS
 from virtualgpu.hardware.specs import SPECS
 
 ROOT = Path(__file__).parent.parent.parent

@@ -112,6 +112,22 @@ KEPT = [
         1.0,
         "four more operations, that C++ calls one after the other: half as much each",
     ),
+    (
+        "without autograd",
+        0.8,
+        0.0,
+        "of the same with its notes: the median of 146 chains, 0.73 to 0.89 for half of them",
+    ),
+    ("further in a node", 0.0, 0.5, "of the first: nodes of two to six took 0.45 to 0.55 of as many nodes"),
+    # of an optimizer's operations; SGD and AdamW, foreach and fused, of 10 to 400 tensors
+    ("step", 5.0, 0.0, "an optimizer's Python, on lists: 45 to 130 us"),
+    ("step, a parameter", 0.25, 0.0, "2 to 3 us"),
+    ("step, a count of steps on the CPU", 0.4, 0.0, "5 us"),
+    # nn.DataParallel: by least squares of 15 networks of torchvision without gradients, float16, 12 images a GPU, one GPU against two to four of
+    # an A100-SXM4, a TITAN RTX and an RTX 2080 Ti; half of 135 within 5 %, 98 % within 15
+    ("replicas, Python's lock", 0.52, 0.0, "ryujaehun/pytorch-gpu-benchmark, 2020-21: the share for which it is held"),
+    ("replicas, a tensor", 0.87, 0.0, "ryujaehun/pytorch-gpu-benchmark, 2020-21: that is broadcast"),
+    ("replicas, a module", 0.8, 0.0, "ryujaehun/pytorch-gpu-benchmark, 2020-21: that is made again"),
 ]
 
 

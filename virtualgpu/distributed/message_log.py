@@ -18,7 +18,7 @@ from virtualgpu.distributed.shared_clock import (
     real_time,
 )
 from virtualgpu.distributed.topology import Layout
-from virtualgpu.hardware.network import STEPS
+from virtualgpu.hardware.machine import STEPS
 from virtualgpu.timing.streams import DEFAULT
 
 # -- Which messages every rank of a group has come to, in order: each rank writes its own in a file that all of them have open.

@@ -17,12 +17,12 @@ from virtualgpu.distributed.shared_clock import SingleRankArrivals, real_sleep, 
 from virtualgpu.distributed.transport import flat
 from virtualgpu.engine.machine import GPU
 from virtualgpu.engine.values import invalidate
-from virtualgpu.hardware.network import STEPS
+from virtualgpu.hardware.machine import STEPS
 from virtualgpu.timing.streams import Queue
 
 # A message to or from one peer runs on a stream for that pair, as ProcessGroupNCCL has it; a batch (batch_isend_irecv) is one kernel
 # on the communicator's own stream, whose messages do not wait for each other. A message begins when both sides have come to it. One
-# for which NCCL's buffer has room leaves its sender as soon as it has come to it (`hardware.network.Fabric.step`).
+# for which NCCL's buffer has room leaves its sender as soon as it has come to it (`hardware.machine.Fabric.step`).
 #
 # The first message of a direction is different: NCCL connects its sender with its receiver, and the host waits in the call until both have
 # come to it (src/enqueue.cc, p2pTaskAppend; src/transport.cc, ncclTransportP2pSetup). Two ranks that both send first would give each other

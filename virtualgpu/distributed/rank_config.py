@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from virtualgpu import environment
-from virtualgpu.hardware.settings import check_number
+from virtualgpu.hardware.machine import check_number
 
 
 class RankConfig(NamedTuple):

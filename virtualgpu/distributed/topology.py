@@ -13,7 +13,7 @@ from typing import NamedTuple
 from virtualgpu import environment
 from virtualgpu.distributed.calls import refused_by_nccl
 from virtualgpu.environment import bus_id
-from virtualgpu.hardware.network import Fabric, slowest
+from virtualgpu.hardware.machine import Fabric, slowest
 from virtualgpu.timing import nccl
 
 

@@ -67,7 +67,7 @@ def _weight(dispatch, input, weight) -> torch.Tensor:
     """Single precision; ones where there is none, by which the CPU's kernel knows that figures are to be single precision."""
     if weight is not None:
         wide = _widened(dispatch, weight)
-        wide.stands_for_half = True  # for the choice of CUDA's kernel (timing/norms.py)
+        wide.stands_for_half = True  # for the choice of CUDA's kernel (timing/reductions.py)
         return wide
     with dispatch.machine.untracked():
         ones = torch.ones(input.shape[1], device=dispatch.machine.base)

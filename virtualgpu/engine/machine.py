@@ -27,9 +27,9 @@ from virtualgpu.environment import DRY_HAS_NO_VALUES, launch_blocking, uuid
 from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized, forked, invalid_ordinal, no_gpus, used_before_fork
 from virtualgpu.hardware import datasheet
 from virtualgpu.hardware.datasheet import Link
-from virtualgpu.hardware.network import Network
-from virtualgpu.hardware.settings import DATASHEET, HOSTS, MachineSettings
-from virtualgpu.hardware.specs import MIB, Spec
+from virtualgpu.hardware.machine import DATASHEET, HOSTS, MachineSettings, Network
+from virtualgpu.hardware.specs import Spec
+from virtualgpu.hardware.units import MIB
 from virtualgpu.memory.allocator import CachingAllocator
 from virtualgpu.memory.ledger import PLAYED_PID, Ledger
 from virtualgpu.timing.clock import Clock
@@ -127,7 +127,7 @@ class GPU:
                 self._collect()
             self.makes_workspace = True
             try:
-                self.memory.lend(nbytes, stream)
+                self.memory.free(self.memory.malloc(nbytes, stream))
             finally:
                 self.makes_workspace = False
 

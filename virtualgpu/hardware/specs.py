@@ -1,37 +1,167 @@
-"""Which GPUs there are: the table, data/cards.toml (the one place to add a card; its keys are those of `files`), and what kernels reach of them;
-looked up by the names that people write, from a file of one's own, or several; with NVLink bridges."""
+"""Which GPUs there are: the table, data/cards.toml (the one place to add a card), and what kernels reach of them; looked up by the names that
+people write, with NVLink bridges; and cards of one's own from a file, TOML or JSON, with the table's keys: `like="mycard.toml"`.
+
+    name = "NVIDIA GeForce RTX 4080"     # as torch.cuda.get_device_name is to print it
+    memory = "15.6 GB"                   # what the driver leaves; a size, or bytes
+    capability = "8.9"
+    processors = 76                      # streaming multiprocessors
+    bandwidth = "717 GB/s"               # of its memory; text with a unit, or bytes/s
+    host = "PCIe 4.0"                    # or "PCIe 4.0 x8", "25 GB/s", {bandwidth = "25 GB/s", latency = "10 us"}
+    rates = {float32 = "48.7 TFLOPS", tf32 = "48.7 TFLOPS", float16 = "97.5 TFLOPS", bfloat16 = "97.5 TFLOPS"}   # dense
+
+These must be there, of the rates float32; or `base = "A100"` (a name in the table), and then only what is different.
+What may be there: peer (a link like host, or "staged" for what was measured through the host's memory; without it copies
+between GPUs pass through the host), peer_access (true or false), kernel (time that any kernel takes, "2 us"), clock,
+memory_clock ("2505 MHz"), bus (bits), l2 ("64 MB"), power ("320 W"), nvlink ({links = 12, bandwidth = "25 GB/s", switch =
+true}, of one link one way; bridge = true where they join two cards alone), bridge ({links = 4, bandwidth = "14 GB/s"}, the
+one that is sold apart). Rates may also name float64, float8 (both kinds), float8_e4m3fn, float8_e5m2.
+"""
 
 import difflib
 import functools
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from statistics import median
+from typing import Any
 
-from virtualgpu.hardware import files, units
+from virtualgpu.hardware import datasheet, units
 from virtualgpu.hardware.datasheet import (
     BFLOAT16,
+    DTYPES,
     FLOAT8,
     FLOAT8_E5M2,
     FLOAT16,
     FLOAT32,
     NVLINK_LATENCY,
     PCIE3,
-    PCIE4,
-    PCIE5,
     TF32,
     Link,
     NVLink,
     Spec,
 )
-from virtualgpu.hardware.units import GIB, MIB, parse_size
+from virtualgpu.hardware.units import GIB, parse_size, quantity
+
+# -- A card in the form of the table.
+
+NEEDED = ("name", "memory", "capability", "processors", "bandwidth", "host", "rates")
+RATES = {"float8": ("float8_e4m3fn", "float8_e5m2"), **{dtype: (dtype,) for dtype in DTYPES}}
+STAGED = "staged"
+MOST = 100_000  # multiprocessors, bits of a bus, links
+UNITS = {"bandwidth": "B/s", "kernel": "s", "clock": "Hz", "memory_clock": "Hz", "power": "W"}
+
+
+def spec_of(values: dict[str, Any], base: Spec | None = None) -> Spec:
+    """The card that these keys say. base: what it is apart from them. Raises ValueError, naming the key."""
+    units.check_keys(values, ["base", *(field.name for field in fields(Spec))])
+    missing = [key for key in NEEDED if key not in values]
+    if base is None and missing:
+        raise ValueError(
+            f'{", ".join(missing)} must be there too, or base = "A100" (say) for what it has in common with that'
+        )
+    changes = {key: _value(key, value, base) for key, value in values.items()}
+    if base is None and FLOAT32 not in changes["rates"]:
+        raise ValueError("rates must say float32")
+    if base is None and "peer" not in changes:
+        changes = {"peer": changes["host"], "peer_access": False, **changes}
+    if changes.get("peer") == STAGED:
+        known = {**(vars(base) if base else {}), **changes}
+        changes = {"peer_access": False, **changes, "peer": datasheet.copies(known["capability"], known["host"])}
+    if base is None:
+        return Spec(**changes)
+    # figures that follow from changed ones are no longer the base's
+    if "bandwidth" in changes:
+        changes = {"memory_clock": None, "bus": None, **changes}
+    if "processors" in changes or FLOAT32 in changes.get("rates", ()):
+        changes = {"clock": None, **changes}
+    return replace(base, **{**changes, "rates": {**base.rates, **changes.get("rates", {})}})
+
+
+def _value(key: str, value: Any, base: Spec | None) -> Any:
+    if key == "rates":
+        if not isinstance(value, dict):
+            raise ValueError('rates = {float32 = "48.7 TFLOPS", ...} says the rate of each dtype')
+        units.check_keys(value, RATES, "dtype of rates")
+        return {dtype: quantity(rate, "FLOP/s", name) for name, rate in value.items() for dtype in RATES[name]}
+    if key == "peer" and value == STAGED:
+        return STAGED
+    if key in ("peer", "host"):
+        return _link(key, value, getattr(base, key, PCIE3).latency)
+    if key in UNITS:
+        return quantity(value, UNITS[key], key)
+    if key == "memory":
+        return parse_size(value)
+    if key == "l2":
+        return parse_size(value, key, least=1)
+    if key in ("processors", "bus"):
+        return _count(key, value)
+    if key == "capability":
+        return _capability(value)
+    if key == "bridge" and isinstance(value, dict):
+        value = {"switch": False, "bridge": True, **value}
+    if key in ("nvlink", "bridge"):
+        return _nvlink(key, value)
+    kind = bool if key == "peer_access" else str
+    if not isinstance(value, kind) or not str(value).strip():
+        raise ValueError(f"{key} = {value!r} must be {'true or false' if kind is bool else 'text'}")
+    return value
+
+
+def _count(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+        raise ValueError(f"{key} = {value!r} must be a whole number above 0, and at most {MOST:,}")
+    return value
+
+
+def _capability(value: Any) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)\.(\d)", str(value))
+    numbers = match.groups() if match else value
+    try:
+        major, minor = numbers if isinstance(numbers, (list, tuple)) else ()
+        return int(major), int(minor)
+    except (TypeError, ValueError):
+        raise ValueError(f'capability = {value!r} must be two numbers, as in "8.9"') from None
+
+
+def _link(key: str, value: Any, latency: float) -> Link:
+    if isinstance(value, dict):
+        units.check_keys(value, ["bandwidth", "latency"], f"key of {key}")
+        if "latency" in value:
+            latency = quantity(value["latency"], "s", f"{key}.latency")
+        if "bandwidth" not in value:
+            raise ValueError(f"{key} must say its bandwidth")
+        value = value["bandwidth"]
+    match = re.fullmatch(r"\s*pci-?e\s*([3-5])(?:\.0)?(?:\s*x\s*(\d+))?\s*", str(value), re.IGNORECASE)
+    if match:
+        generation, lanes = int(match[1]), int(match[2] or 16)
+        return Link(PCIE3.bandwidth * 2 ** (generation - 3) * lanes / 16, PCIE3.latency)
+    try:
+        return Link(quantity(value, "B/s", key), latency)
+    except ValueError as error:
+        raise ValueError(f'{error}, or "PCIe 3.0" to "PCIe 5.0"') from None
+
+
+def _nvlink(key: str, value: Any) -> NVLink:
+    names = [field.name for field in fields(NVLink)]
+    if not isinstance(value, dict) or set(names) - {"bridge"} - set(value):
+        raise ValueError(f'{key} = {{links = 12, bandwidth = "25 GB/s", switch = true}} says all three')
+    units.check_keys(value, names, f"key of {key}")
+    for name in ("switch", "bridge"):
+        if not isinstance(value.get(name, False), bool):
+            raise ValueError(f"{key}.{name} = {value[name]!r} must be true or false")
+    bandwidth = quantity(value["bandwidth"], "B/s", f"{key}.bandwidth")
+    return NVLink(_count(f"{key}.links", value["links"]), bandwidth, value["switch"], value.get("bridge", False))
+
+
+# -- The table.
 
 MEASURED_AS = "measured_as"  # of the table alone: the key of the card whose measured shares stand in for this one's (data/achieved.toml)
 
 
 def _card(key: str, values: dict) -> Spec:
-    return files.card({name: value for name, value in values.items() if name != MEASURED_AS})
+    return spec_of({name: value for name, value in values.items() if name != MEASURED_AS})
 
 
 SPECS = units.read("cards", _card)
@@ -131,27 +261,7 @@ def _achieved(card: str) -> Achieved:
     return Achieved(products, attention, fraction("memory"), fraction("softmax"), fraction("layer_norm"), card)
 
 
-# -- Which GPUs there are: looked up by the names that people write, from a file of one's own, or several for one machine.
-#
-# What stands in the table is in `datasheet`, files in `files`.
-
-
-__all__ = [
-    "FLOAT32",
-    "MIB",
-    "PCIE3",
-    "PCIE4",
-    "PCIE5",
-    "SPECS",
-    "TF32",
-    "Link",
-    "NVLink",
-    "Spec",
-    "find_spec",
-    "find_specs",
-    "parse_size",
-    "table",
-]
+# -- Looked up by the names that people write, from a file of one's own, or several for one machine.
 
 
 def find_spec(like: str | os.PathLike | Spec, memory: int | str | None = None) -> Spec:
@@ -159,18 +269,37 @@ def find_spec(like: str | os.PathLike | Spec, memory: int | str | None = None) -
 
     like: a name in the table, as `torch.cuda.get_device_name` prints it or as people write it ("A100", "a100-80gb",
     "A100 PCIe", "RTX4090", "4090"), with NVLink behind it for a card with its bridge ("TITAN RTX NVLink"); the path of
-    a .toml or .json file (see `files`); or a Spec, which is kept.
+    a .toml or .json file (see above); or a Spec, which is kept.
 
     Raises ValueError, naming what there is, for an unknown name, a file that does not say a card, or a size that cannot
     be read.
     """
     if isinstance(like, Spec):
         spec = like
-    elif isinstance(like, os.PathLike) or (isinstance(like, str) and files.is_path(like)):
-        spec = files.load(os.fspath(like), find_spec)
+    elif isinstance(like, os.PathLike) or (isinstance(like, str) and _is_path(like)):
+        spec = _load(Path(like))
     else:
         spec = _named(like)
     return spec if memory is None else replace(spec, memory=parse_size(memory))
+
+
+def _is_path(name: str) -> bool:
+    """Whether there is such a file is not asked."""
+    return name.lower().endswith((".toml", ".json"))
+
+
+def _load(path: Path) -> Spec:
+    """The card that the file says. Raises ValueError, in a sentence that begins with the path."""
+    try:
+        values = units.parse(path)
+        if "base" not in values:
+            return spec_of(values)
+        name = values.pop("base")
+        if not isinstance(name, str) or _is_path(name):
+            raise ValueError(f"base = {name!r} must be the name of a card in the table")
+        return spec_of(values, find_spec(name))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def find_specs(n: int | None, like: str | os.PathLike | Spec | Sequence, memory: int | str | None = None) -> list[Spec]:
@@ -268,6 +397,6 @@ def table() -> str:
         "Rates in TFLOPS, as the maker prints them: dense, accumulated in float32. What kernels reach of them is that of the card in the\n"
         'column "measured as" (virtualgpu/hardware/data/achieved.toml has each figure and its source). GB/s of its memory, to another GPU (one way) and to the host.\n'
         f"Without bridges; with NVLink behind the name two cards have theirs ({', '.join(BRIDGES)}).\n"
-        "A card of your own: a .toml file (virtualgpu.hardware.files says its keys)."
+        "A card of your own: a .toml file (virtualgpu.hardware.specs says its keys)."
     )
     return "\n".join([*lines, "", foot])

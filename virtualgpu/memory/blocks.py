@@ -1,45 +1,12 @@
-"""What an allocator's memory is made of: blocks, the lists of free ones, their addresses, and the sizes that PyTorch rounds to."""
+"""What an allocator's memory is made of: blocks, the lists of free ones, their addresses, and the sizes that PyTorch
+rounds to. Sizes and addresses are in bytes.
+
+Sources: c10/core/AllocatorConfig.h (the constants), c10/cuda/CUDACachingAllocator.cpp.
+"""
 
 from bisect import bisect_left, insort
-from typing import Protocol
-
-# -- What the allocator asks about time: blocks that a stream still uses are not free yet.
-
-
-class Timeline(Protocol):
-    """What the allocator asks about time, in seconds."""
-
-    def now(self) -> float:
-        """As the host sees it."""
-
-    def ready(self, stream: int) -> float:
-        """When the stream is done with all that is queued on it so far."""
-
-    def wait_until(self, moment: float) -> None:
-        """The host waits."""
-
-
-class Untimed:
-    """All is done at once."""
-
-    def now(self) -> float:
-        """Always 0."""
-        return 0.0
-
-    def ready(self, stream: int) -> float:
-        """Always 0: every stream is done."""
-        return 0.0
-
-    def wait_until(self, moment: float) -> None:
-        """Returns at once."""
-        pass
-
-
-# -- What an allocator's memory is made of: blocks, the lists of free ones, and the sizes that PyTorch rounds to.
-#
-# Sizes and addresses are in bytes. Sources: c10/core/AllocatorConfig.h (the constants),
-# c10/cuda/CUDACachingAllocator.cpp.
-
+from dataclasses import dataclass, field
+from typing import Any
 
 MIN_BLOCK = 512  # kMinBlockSize
 SMALL = 1 << 20  # kSmallSize: the largest request that counts as small
@@ -52,6 +19,23 @@ ADDRESS_BITS = 56  # of the key by which free blocks are sorted: its size, then 
 DEVICE_BITS = 48  # a GPU's addresses go down from (its index + 1) << 48: no tool takes one GPU's for another's
 
 
+class Timeline:
+    """What the allocator asks about time, in seconds: blocks that a stream still uses are not free yet. Here all is done
+    at once; a GPU's own knows what its streams are given."""
+
+    def now(self) -> float:
+        """As the host sees it."""
+        return 0.0
+
+    def ready(self, stream: int) -> float:
+        """When the stream is done with all that is queued on it so far."""
+        return 0.0
+
+    def wait_until(self, moment: float) -> None:
+        """The host waits."""
+
+
+@dataclass(eq=False)
 class Block:
     """A piece of a segment. Its neighbours in the same segment are `prev` and `next`.
 
@@ -60,18 +44,21 @@ class Block:
     that do not.
     """
 
-    streams: set[int] | None = None
-    waiting = False
-    mapped = True
-    segment: tuple[int, int] | None = None  # address and page of the expandable segment that it is of
-    context = segment_context = None  # where it was allocated, and its segment, if that is recorded
-    mark = 0  # the pool's count of searches when it became free
-    accesses = None  # who used it, while races are looked for (virtualgpu.sanitizer)
-
-    def __init__(self, address: int, size: int, free_list: "FreeList", prev: "Block | None", next: "Block | None"):
-        self.address, self.size, self.free_list, self.prev, self.next = address, size, free_list, prev, next
-        self.used = False
-        self.requested = 0
+    address: int
+    size: int
+    free_list: "FreeList"
+    prev: "Block | None"
+    next: "Block | None"
+    used: bool = field(default=False, init=False)
+    requested: int = field(default=0, init=False)
+    streams: set[int] | None = field(default=None, init=False)
+    waiting: bool = field(default=False, init=False)
+    mapped: bool = field(default=True, init=False)
+    segment: tuple[int, int] | None = field(default=None, init=False)  # of an expandable segment: its address and page
+    context: tuple | None = field(default=None, init=False)  # where it was allocated, if that is recorded
+    segment_context: tuple | None = field(default=None, init=False)  # and its segment
+    mark: int = field(default=0, init=False)  # the pool's count of searches when it became free
+    accesses: Any = field(default=None, init=False)  # who used it, while races are looked for (virtualgpu.sanitizer)
 
     @property
     def stream(self) -> int:
@@ -83,28 +70,37 @@ class Block:
         """Is it a segment by itself?"""
         return self.prev is None and self.next is None
 
-    def __repr__(self) -> str:
-        state = "waiting" if self.waiting else "used" if self.used else "free"
-        return f"Block({self.size} bytes at {self.address:#x}, {state}, stream {self.stream})"
+    def split(self, size: int) -> "Block":
+        """What is left of it after its first `size` bytes, as a block of its own."""
+        rest = Block(self.address + size, self.size - size, self.free_list, self, self.next)
+        rest.segment = self.segment
+        if rest.next is not None:
+            rest.next.prev = rest
+        self.size, self.next = size, rest
+        return rest
+
+    def join(self) -> None:
+        """The block behind it becomes part of it."""
+        joined = self.next
+        assert joined is not None
+        self.size += joined.size
+        self.next = joined.next
+        if self.next is not None:
+            self.next.prev = self
 
 
 class FreeList:
     """The free blocks of one stream in one pool, the smallest first; of equal size, the one with the lowest address.
 
-    `keys` and `blocks` run in parallel: a list of plain numbers is found through faster. total, next_peak: the pool's
-    counters (see statistics), at hand for malloc. min_remainder: as much is left with a block rather than split off.
-    free_objects: Block objects that were joined into another one, to be used again.
+    `keys` and `blocks` run in parallel: a list of plain numbers is found through faster. min_remainder: as much is left
+    with a block rather than split off.
     """
-
-    __slots__ = ("blocks", "free_objects", "keys", "min_remainder", "next_peak", "pool", "stream", "total", "unmapped")
 
     def __init__(self, pool: "BlockPool", stream: int):
         self.pool, self.stream = pool, stream
-        self.total, self.next_peak = pool.counts.total, pool.counts.next_peak
-        self.min_remainder = 0 if pool.small else SMALL
+        self.min_remainder: float = 0 if pool.small else SMALL
         self.keys: list[int] = []
         self.blocks: list[Block] = []
-        self.free_objects: list[Block] = []
         self.unmapped: list[Block] = []  # of expandable segments, by address
 
     def at_least(self, size: int) -> int:
@@ -113,6 +109,9 @@ class FreeList:
 
     def insert(self, block: Block) -> None:
         """Sorted in, and marked with the pool's count of searches, by which garbage collection knows its age."""
+        if not block.mapped:
+            insort(self.unmapped, block, key=lambda other: other.address)
+            return
         key = block.size << ADDRESS_BITS | block.address
         index = bisect_left(self.keys, key)
         self.keys.insert(index, key)
@@ -121,7 +120,11 @@ class FreeList:
 
     def remove(self, block: Block) -> None:
         """Take out a block that is in the list; it is found by its size and address."""
-        self.pop(bisect_left(self.keys, block.size << ADDRESS_BITS | block.address))
+        if not block.mapped:
+            self.unmapped.remove(block)
+            return
+        index = bisect_left(self.keys, block.size << ADDRESS_BITS | block.address)
+        del self.keys[index], self.blocks[index]
 
     def pop(self, index: int) -> Block:
         """Take out the block at that place (see `at_least`), and return it."""
@@ -136,6 +139,12 @@ class BlockPool:
     def __init__(self, small: bool, counts):
         self.small, self.counts, self.searches = small, counts, 0
         self.lists: dict[int, FreeList] = {}  # by stream
+
+    def free_list(self, stream: int) -> FreeList:
+        """Of that stream."""
+        if stream not in self.lists:
+            self.lists[stream] = FreeList(self, stream)
+        return self.lists[stream]
 
     def free_blocks(self) -> list[Block]:
         """As PyTorch's set holds them: by stream, then size, then address."""
@@ -166,16 +175,15 @@ def format_size(size: int) -> str:
     return f"{size / (1 << 30):.2f} GiB"
 
 
-# -- Where segments lie: the addresses that cudaMalloc gives, by which the allocator chooses among free blocks of one size.
-#
-# A new range lies below all others; one that was given back is taken again from its lowest address on. So it is on a real
-# GPU, as far as blocks tell: sharding a fresh model of 12 blocks by FSDP2 leaves 91,563,008 bytes on rank 0 of 8 with new
-# segments of 20 MiB each below the last, and 97,068,032 with each above it (which is so in a process that gave segments
-# back before). Measured on an H100, PyTorch 2.11, driver 580, 2026-11-26.
-
-
 class Addresses:
-    """One GPU's, in bytes, each a multiple of 2 MiB."""
+    """Where one GPU's segments lie, each at a multiple of 2 MiB: what cudaMalloc gives, by which the allocator chooses
+    among free blocks of one size.
+
+    A new range lies below all others; one that was given back is taken again from its lowest address on. So it is on a
+    real GPU, as far as blocks tell: sharding a fresh model of 12 blocks by FSDP2 leaves 91,563,008 bytes on rank 0 of 8
+    with new segments of 20 MiB each below the last, and 97,068,032 with each above it (which is so in a process that
+    gave segments back before). Measured on an H100, PyTorch 2.11, driver 580, 2026-11-26.
+    """
 
     def __init__(self, device: int):
         self.device = device

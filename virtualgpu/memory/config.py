@@ -8,17 +8,19 @@ Sources: c10/core/AllocatorConfig.{h,cpp}, c10/cuda/CUDAAllocatorConfig.{h,cpp};
 torch.
 """
 
+import functools
 import math
 import os
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from virtualgpu.memory.blocks import LARGE_SEGMENT, MIN_BLOCK, MIN_LARGE, round_size
 
 MIB = 1 << 20
 INTERVALS = 16  # of roundup_power2_divisions: from 1 MiB to 64 GiB
+WHOLE = (0,) * INTERVALS  # no power of two is divided
 UNLIMITED = math.inf  # the default of max_split_size_mb
 
 BOOLEAN = (
@@ -53,23 +55,24 @@ class Config:
     max_split_size: float = UNLIMITED
     max_non_split_rounding: int = LARGE_SEGMENT
     garbage_collection_threshold: float = 0.0
-    divisions: tuple[int, ...] = field(default=(0,) * INTERVALS)
+    divisions: tuple[int, ...] = WHOLE
     large_segment: int = LARGE_SEGMENT
     memory_fraction: float = 1.0  # per_process_memory_fraction
 
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Does malloc take the smallest free block that fits, as rounded to 512 bytes, and never look at its age?"""
+        usual = self.divisions == WHOLE and self.max_split_size == UNLIMITED
+        return usual and not self.expandable_segments and not self.garbage_collection_threshold
+
     def round_size(self, nbytes: int) -> int:
         """A request rounded up: to 512 bytes, or to a division of its power of two."""
-        if nbytes >= MIN_BLOCK:
+        if self.divisions is not WHOLE and nbytes >= MIN_BLOCK:
             divisions = self.divisions[min(max(nbytes.bit_length() - 21, 0), INTERVALS - 1)]
             if divisions > 1 and nbytes > MIN_BLOCK * divisions:
                 step = (1 << (nbytes.bit_length() - 1)) // divisions
                 return -(-nbytes // step) * step
         return round_size(nbytes)
-
-    @property
-    def plain(self) -> bool:
-        """May malloc take its shortest way?"""
-        return not self.expandable_segments and self.max_split_size == UNLIMITED and not any(self.divisions)
 
 
 def from_environment() -> Config:

@@ -17,8 +17,7 @@ from virtualgpu import environment, scratch
 from virtualgpu.distributed import rank_config
 from virtualgpu.environment import Card
 from virtualgpu.hardware import specs
-from virtualgpu.hardware.network import find_network
-from virtualgpu.hardware.settings import find_settings, nodes
+from virtualgpu.hardware.machine import find_network, find_settings, nodes
 from virtualgpu.memory.ledger import entries
 from virtualgpu.run import report
 from virtualgpu.run.options import at_end, at_start, listed, number_of_gpus, split, whole_number

@@ -1,6 +1,7 @@
 """The detector: it is told what streams and the host do, in the order of the program, and raises at the first race."""
 
 import contextlib
+import copy
 import linecache
 import math
 import os
@@ -10,7 +11,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
@@ -37,7 +38,7 @@ _kinds: dict[str, int] = {}  # by file: 0 the user's, 1 an installed package's, 
 def here() -> Frames:
     """Where the program is now."""
     frames: list[tuple[CodeType, int]] = []
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < DEEPEST:
         if _kind(frame.f_code.co_filename) < 2:
             frames.append((frame.f_code, frame.f_lasti))
@@ -84,15 +85,15 @@ def _short(file: str) -> str:
 
 
 State = dict[Queue, int]  # of each stream: up to this number its work is done
+HOST = Queue(-1, -1)  # All threads are one host here: who waited in one may tell the others in ways that are not seen
 
 
 class Order:
-    """Of one process. All its threads are one host here: who waited in one thread may tell the others in ways that are not seen."""
+    """Of one process."""
 
     def __init__(self):
         self._count: State = {}
-        self._seen: dict[Queue, State] = {}
-        self._host: State = {}
+        self._seen: dict[Queue, State] = {HOST: {}}
 
     def next(self, queue: Queue) -> int:
         """The number of new work on that stream."""
@@ -104,32 +105,14 @@ class Order:
         return {**self._seen.get(queue, {}), queue: self._count.get(queue, 0)}
 
     def wait(self, queue: Queue, state: State) -> None:
-        """What comes on that stream from now on comes after that state."""
-        _merge(self._seen.setdefault(queue, {}), state)
+        """What comes on that stream from now on comes after that state; of the HOST, all that it launches from now on."""
+        seen = self._seen.setdefault(queue, {})
+        for other, number in state.items():
+            seen[other] = max(number, seen.get(other, 0))
 
-    def meet(self, one: Queue, other: Queue) -> None:
-        """Each of two streams waits for the other."""
-        states = self.state(one), self.state(other)
-        self.wait(one, states[1])
-        self.wait(other, states[0])
-
-    def host_waits(self, state: State) -> None:
-        """The host has waited for that state, or has been told that it is reached; so has all that it launches from now on."""
-        _merge(self._host, state)
-
-    def known_to_host(self, queue: Queue, number: int) -> bool:
-        """Is this work of that stream done, as far as the host can know?"""
-        return number <= self._host.get(queue, 0)
-
-    def is_done(self, queue: Queue, number: int, here: Queue) -> bool:
-        """Is this work of stream `queue` done before the next work of stream `here`?"""
-        return queue is here or number <= self._host.get(queue, 0) or number <= self._seen.get(here, {}).get(queue, 0)
-
-
-def _merge(into: State, state: State) -> None:
-    for queue, number in state.items():
-        if number > into.get(queue, 0):
-            into[queue] = number
+    def is_done(self, queue: Queue, number: int, here: Queue = HOST) -> bool:
+        """Is this work of stream `queue` done before the next work of stream `here`; by default, as far as the host can know?"""
+        return queue is here or any(number <= self._seen.get(one, {}).get(queue, 0) for one in (HOST, here))
 
 
 # -- Who used a piece of memory: each access with its stream, its bytes, and the line of the program.
@@ -142,31 +125,15 @@ LARGEST = 1 << 28  # elements that are compared one by one, where two views are 
 class Access:
     """One operation's use of a tensor.
 
-    queue, number: the stream, and the number of its work (see Order); None for the host. start, end: bytes from the beginning of the
+    queue, number: the stream, and the number of its work (see Order). start, end: bytes from the beginning of the
     storage. view: (offset, shape, stride, itemsize) where not all bytes between them are touched, else None. recorded: the memory is
     not free before it is done, whoever frees it. freed: the program's frames where the tensor was freed.
     """
 
-    __slots__ = (
-        "argument",
-        "dtype",
-        "end",
-        "frames",
-        "freed",
-        "number",
-        "operation",
-        "queue",
-        "recorded",
-        "shape",
-        "start",
-        "view",
-        "writes",
-    )
-
     def __init__(self, tensor: torch.Tensor, operation: str, argument: str, writes: bool, frames: Frames):
         self.operation, self.argument, self.writes, self.frames = operation, argument, writes, frames
-        self.queue: Queue | None = None
-        self.number, self.recorded, self.freed = 0, False, None
+        self.queue, self.number, self.recorded = HOST, 0, False
+        self.freed: Frames | None = None
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
         offset, stride, size = tensor.storage_offset(), tensor.stride(), tensor.element_size()
         elements = reach(tensor)
@@ -175,9 +142,7 @@ class Access:
 
     def inside(self, start: int, end: int, shift: int) -> "Access":
         """The part of it between two addresses, as of memory that begins `shift` later."""
-        part = object.__new__(Access)
-        for name in self.__slots__:
-            setattr(part, name, getattr(self, name))
+        part = copy.copy(self)
         part.start, part.end, part.view = max(self.start, start) + shift, min(self.end, end) + shift, None
         return part
 
@@ -198,8 +163,6 @@ class Accesses:
     """Of one storage: those that later ones may still collide with. frames: of its allocation. stream: the id of the stream it was
     allocated on."""
 
-    __slots__ = ("entries", "frames", "of", "stream")
-
     def __init__(self, of, frames: Frames | None = None, stream: int | None = None):
         self.of, self.frames, self.stream = of, frames, stream
         self.entries: list[Access] = []
@@ -207,13 +170,8 @@ class Accesses:
     def conflict(self, new: Access, order: Order) -> Access | None:
         """An earlier access that may not be done when the new one happens; one of them writes."""
         for old in self.entries:
-            if (old.writes or new.writes) and old.queue is not new.queue:
-                if new.queue is None:
-                    done = order.known_to_host(old.queue, old.number)
-                else:
-                    done = order.is_done(old.queue, old.number, new.queue)
-                if not done and old.meets(new):
-                    return old
+            if (old.writes or new.writes) and not order.is_done(old.queue, old.number, new.queue) and old.meets(new):
+                return old
         return None
 
     def add(self, new: Access, order: Order) -> None:
@@ -225,7 +183,7 @@ class Accesses:
         ]
         self.entries.append(new)
         if len(self.entries) > KEPT:
-            self.entries = [old for old in self.entries if not order.known_to_host(old.queue, old.number)][-KEPT // 2 :]
+            self.entries = [old for old in self.entries if not order.is_done(old.queue, old.number)][-KEPT // 2 :]
 
 
 def _interleaved_meet(one: Access, other: Access) -> bool:
@@ -269,7 +227,7 @@ class FreedMemory:
             self._pieces = [
                 piece
                 for piece in self._pieces
-                if not all(order.known_to_host(access.queue, access.number) for access in piece[2])
+                if not all(order.is_done(access.queue, access.number) for access in piece[2])
             ][-KEPT_FREED // 2 :]
             self._starts = [piece[0] for piece in self._pieces]
 
@@ -324,7 +282,7 @@ def _part(name: str, text: str, where: Frames | None) -> list[str]:
 
 
 def _by(access: Access) -> str:
-    return f"the host ({access.operation})" if access.queue is None else f"{access.operation} on {stream(access.queue)}"
+    return f"the host ({access.operation})" if access.queue is HOST else f"{access.operation} on {stream(access.queue)}"
 
 
 def _use(access: Access, what: str) -> str:
@@ -345,7 +303,7 @@ def stream(queue: Queue) -> str:
 def _cure(new: Access, old: Access, memory: Accesses) -> str:
     if old.queue.id >= COMMUNICATION:
         return f"call wait() on the work that {old.operation} returned, before this line"
-    if new.queue is None:
+    if new.queue is HOST:
         return (
             f"let the host wait before this line: synchronize() of {stream(old.queue)}, or of an event recorded there behind that work; "
             "torch.cuda.synchronize() waits for all"
@@ -468,7 +426,7 @@ class Detector:
                 same_stream = access.queue.id == accesses.stream
                 if (access.recorded or access.queue.id in recorded) and not same_stream:
                     continue
-                if not self.order.known_to_host(access.queue, access.number):
+                if not self.order.is_done(access.queue, access.number):
                     access.freed = access.freed or where
                     left.append(access)
             if left:
@@ -486,7 +444,9 @@ class Detector:
     def met(self, one: Queue, other: Queue) -> None:
         """A copy between two GPUs: each stream waits for the other."""
         with self.lock:
-            self.order.meet(one, other)
+            states = self.order.state(one), self.order.state(other)
+            self.order.wait(one, states[1])
+            self.order.wait(other, states[0])
 
     def recorded(self, event, queue: Queue) -> None:
         """An event stands for all that its stream has been given so far."""
@@ -501,12 +461,12 @@ class Detector:
     def event_done(self, event) -> None:
         """The host has waited for an event, or query() has seen it done."""
         with self.lock:
-            self.order.host_waits(getattr(event, "_virtual_state", {}))
+            self.order.wait(HOST, getattr(event, "_virtual_state", {}))
 
     def stream_done(self, queue: Queue) -> None:
         """The host has waited for a stream, or query() has seen it done."""
         with self.lock:
-            self.order.host_waits(self.order.state(queue))
+            self.order.wait(HOST, self.order.state(queue))
 
     def device_done(self, gpu: int | None) -> None:
         """The host has waited for all streams of a GPU, or of all."""
@@ -514,7 +474,7 @@ class Detector:
         with self.lock:
             for index in range(len(clock.queues)) if gpu is None else (gpu,):
                 for queue in (*clock.queues[index].values(), *clock.collectives.streams[index]):
-                    self.order.host_waits(self.order.state(queue))
+                    self.order.wait(HOST, self.order.state(queue))
 
     # -- the backward pass
 

@@ -13,37 +13,59 @@ from virtualgpu.engine.operations import EMPTY, RESIZING, Operation
 from virtualgpu.engine.storage import PLAIN_TYPES, gpu_of, is_pinned
 from virtualgpu.engine.timing import Timing
 from virtualgpu.memory.blocks import Addresses
-from virtualgpu.sanitizer.detector import Detector, Work
+from virtualgpu.sanitizer.detector import HOST, Detector, Work
 from virtualgpu.timing.clock import Clock
 from virtualgpu.timing.streams import Queue
 from virtualgpu.torch_api.patches import Patches
 from virtualgpu.torch_api.tensor import TensorPatches
+
+# -- Methods that are replaced: they work as before, and the detector is told.
+
+
+def after(patches: Patches, owner, name: str, then) -> None:
+    """Replace a method by one that also calls then(result, *args)."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(*args, **kwargs):
+        __tracebackhide__ = True
+        out = original(*args, **kwargs)
+        then(out, *args, **kwargs)
+        return out
+
+    patches.replace(owner, name, method)
+
+
+def instead(patches: Patches, machine: Machine, owner, name: str):
+    """Replace a method by the function that is decorated, which gets the original before its arguments; not on other machines."""
+    original = getattr(owner, name)
+
+    def decorate(function):
+        @functools.wraps(original)
+        def method(subject, *args, **kwargs):
+            __tracebackhide__ = True
+            if subject.machine is not machine:
+                return original(subject, *args, **kwargs)
+            return function(original, subject, *args, **kwargs)
+
+        patches.replace(owner, name, method)
+
+    return decorate
+
 
 # -- What each operation reads and writes, told to the detector: kernels, copies, and what the host does with tensors of its own.
 
 # They make a tensor like another one, whose numbers they do not read (torch.cuda._sanitizer has the same rule)
 LIKE = re.compile("(new_.*|.*_like)$")
 READ_BY_HOST = ("numpy", "tolist", "__repr__", "__dlpack__")
-_uses: dict[
-    Operation, list[tuple[str, bool]]
-] = {}  # of each: (argument, is it written?); "" for one that is not touched
-
-
-def install_operations(machine: Machine, patches: Patches, detector: Detector) -> None:
-    """Replace the methods of the engine that carry operations out by such as tell the detector before and after."""
-    _dispatch(machine, patches, detector)
-    _factories(machine, patches, detector)
-    _copies(machine, patches, detector)
-    _reads(machine, patches, detector)
+# Of each operation: (argument, is it written?); "" for one that is not touched
+_uses: dict[Operation, list[tuple[str, bool]]] = {}
 
 
 def _dispatch(machine: Machine, patches: Patches, detector: Detector) -> None:
-    run, book = Dispatch._work, Timing.book
-
-    def work(dispatch, op, args, kwargs, tensors, gpu):
+    @instead(patches, machine, Dispatch, "_work")
+    def work(run, dispatch, op, args, kwargs, tensors, gpu):
         __tracebackhide__ = True
-        if dispatch.machine is not machine:
-            return run(dispatch, op, args, kwargs, tensors, gpu)
         if gpu is None:
             for tensor, name, writes in _touched(op, args, kwargs):
                 detector.host(_name(op), tensor, writes, name)
@@ -62,34 +84,28 @@ def _dispatch(machine: Machine, patches: Patches, detector: Detector) -> None:
             _made(detector, begun, op, out)
         return out
 
-    def book_and_tell(timing, kernel, args, read, made, gpu):
+    @instead(patches, machine, Timing, "book")
+    def book(book, timing, kernel, args, read, made, gpu):
         __tracebackhide__ = True
         begun = detector.work(kernel.name)
-        if timing.machine is machine:
-            for tensor in read:
-                detector.on_gpu(tensor, begun, "", False)
+        for tensor in read:
+            detector.on_gpu(tensor, begun, "", False)
         book(timing, kernel, args, read, made, gpu)
-        if timing.machine is machine:
-            for tensor in made:
-                detector.on_gpu(tensor, begun, "", True)
-
-    patches.replace(Dispatch, "_work", work)
-    patches.replace(Timing, "book", book_and_tell)
+        for tensor in made:
+            detector.on_gpu(tensor, begun, "", True)
 
 
 def _factories(machine: Machine, patches: Patches, detector: Detector) -> None:
-    make, make_like = Factories.make, Factories.make_like
-
-    def made(factories, op, args, kwargs):
+    @instead(patches, machine, Factories, "make")
+    def made(make, factories, op, args, kwargs):
         out = make(factories, op, args, kwargs)
-        if factories.machine is machine and op.kernel and isinstance(out, torch.Tensor):
+        if op.kernel and isinstance(out, torch.Tensor):
             detector.on_gpu(out, detector.work(_name(op)), "out", True)
         return out
 
-    def made_like(factories, op, args, kwargs, tensors, source):
+    @instead(patches, machine, Factories, "make_like")
+    def made_like(make_like, factories, op, args, kwargs, tensors, source):
         __tracebackhide__ = True
-        if factories.machine is not machine:
-            return make_like(factories, op, args, kwargs, tensors, source)
         begun = detector.work(_name(op))
         if op.converts and source is not None:
             detector.on_gpu(tensors[0], begun, "self", False)
@@ -103,23 +119,17 @@ def _factories(machine: Machine, patches: Patches, detector: Detector) -> None:
             _in_background(detector, begun, tensors[0], out)
         return out
 
-    patches.replace(Factories, "make", made)
-    patches.replace(Factories, "make_like", made_like)
-
 
 def _copies(machine: Machine, patches: Patches, detector: Detector) -> None:
-    carry = TensorPatches.carry
-
-    def carry_and_tell(patched, tensor, target, wait, **changes):
+    @instead(patches, machine, TensorPatches, "carry")
+    def carried(carry, patched, tensor, target, wait, **changes):
         __tracebackhide__ = True
-        if patched.machine is not machine:
-            return carry(patched, tensor, target, wait, **changes)
         begun, source = detector.work("copy (Tensor.to)"), gpu_of(tensor)
         if source is not None and target is not None and source is not target:
             detector.met(detector.clock.current(source.index), detector.clock.current(target.index))
         if source is not None:
             detector.on_gpu(tensor, begun, "self", False)
-        elif _pinned(tensor) and target is not None:
+        elif is_pinned(tensor) and target is not None:
             begun.touch(tensor, "self", False, detector.clock.current(target.index))
         copy = carry(patched, tensor, target, wait, **changes)
         if target is not None:
@@ -129,8 +139,6 @@ def _copies(machine: Machine, patches: Patches, detector: Detector) -> None:
         elif source is not None and not wait:
             begun.touch(copy, "out", True, detector.clock.current(source.index))
         return copy
-
-    patches.replace(TensorPatches, "carry", carry_and_tell)
 
 
 def _reads(machine: Machine, patches: Patches, detector: Detector) -> None:
@@ -162,14 +170,14 @@ def _copy(detector: Detector, begun: Work, source: torch.Tensor, target: torch.T
     for tensor, name, writes in ((source, "src", False), (target, "self", True)):
         if gpu_of(tensor) is not None:
             detector.on_gpu(tensor, begun, name, writes)
-        elif _pinned(tensor):
+        elif is_pinned(tensor):
             begun.touch(tensor, name, writes, current((here or there).index))
 
 
 def _in_background(detector: Detector, begun: Work, source: torch.Tensor, out: torch.Tensor) -> None:
     """The host's side of a copy for which the host does not wait."""
     here, there = gpu_of(source), gpu_of(out)
-    if here is None and there is not None and _pinned(source):
+    if here is None and there is not None and is_pinned(source):
         begun.touch(source, "self", False, detector.clock.current(there.index))
     elif there is None and here is not None:
         begun.touch(out, "out", True, detector.clock.current(here.index))
@@ -225,17 +233,13 @@ def _name(op: Operation) -> str:
     return op.func.name()
 
 
-def _pinned(tensor: torch.Tensor) -> bool:
-    return is_pinned(tensor)
-
-
 # -- What process groups do with tensors, told to the detector: asynchronous work runs on a stream of its own, until wait().
 
 
 STATE = "_virtual_state"  # of a work: what is done when it is
 
 
-def install_collectives(machine: Machine, patches: Patches, detector: Detector) -> None:
+def _collectives(machine: Machine, patches: Patches, detector: Detector) -> None:
     """Report collectives and messages; nothing where PyTorch was built without torch.distributed."""
     if not torch.distributed.is_available():
         return
@@ -244,7 +248,7 @@ def install_collectives(machine: Machine, patches: Patches, detector: Detector) 
     from virtualgpu.distributed.p2p import Exchange, Messages
 
     clock, order = machine.clock, detector.order
-    start, join = Communicator.start, VirtualWork.join
+    join = VirtualWork.join
 
     def collective(work, kind: str, pairs, asynchronous: bool) -> None:
         queue, begun = work.stream, detector.work(kind)
@@ -256,14 +260,14 @@ def install_collectives(machine: Machine, patches: Patches, detector: Detector) 
                 begun.touch(tensor, "output", True, queue)
         _remember(work, queue)
         if kind == "barrier" and not asynchronous:
-            order.host_waits(order.state(queue))
+            order.wait(HOST, order.state(queue))
 
-    def start_and_tell(of, call, gpu, asynchronous):
+    @instead(patches, machine, Communicator, "start")
+    def started(start, of, call, gpu, asynchronous):
         __tracebackhide__ = True
         pairs = list(call.pairs)  # a work that is done lets go of them
         work = start(of, call, gpu, asynchronous)
-        if of.machine is machine:
-            collective(work, call.kind, pairs, asynchronous)
+        collective(work, call.kind, pairs, asynchronous)
         return work
 
     def messages(_, of, exchange) -> None:
@@ -285,7 +289,7 @@ def install_collectives(machine: Machine, patches: Patches, detector: Detector) 
         with detector.lock:
             order.wait(clock.current(work.gpu.index), getattr(work, STATE, {}))
             if getattr(getattr(work, "call", None), "kind", "") == "barrier":
-                order.host_waits(getattr(work, STATE, {}))
+                order.wait(HOST, getattr(work, STATE, {}))
 
     def join_and_tell(work):
         waits(work)  # before what is done with the work's future
@@ -294,9 +298,8 @@ def install_collectives(machine: Machine, patches: Patches, detector: Detector) 
     def asked(over, work) -> None:
         if over:
             with detector.lock:
-                order.host_waits(getattr(work, STATE, {}))
+                order.wait(HOST, getattr(work, STATE, {}))
 
-    patches.replace(Communicator, "start", start_and_tell)
     after(patches, Messages, "start", messages)
     patches.replace(VirtualWork, "join", join_and_tell)
     after(patches, Exchange, "wait", lambda _, work, *args: waits(work))
@@ -304,28 +307,7 @@ def install_collectives(machine: Machine, patches: Patches, detector: Detector) 
         after(patches, kind, "is_completed", asked)
 
 
-# -- What streams, events, the clock and the allocator do. The methods that are replaced here work as before; after each the detector is told.
-
-
-def after(patches: Patches, owner, name: str, then) -> None:
-    """Replace a method by one that also calls then(result, *args)."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def method(*args, **kwargs):
-        __tracebackhide__ = True
-        out = original(*args, **kwargs)
-        then(out, *args, **kwargs)
-        return out
-
-    patches.replace(owner, name, method)
-
-
-def install_waits(machine: Machine, patches: Patches, detector: Detector) -> None:
-    """Report what this machine's streams, events, memory and clock do."""
-    _streams(machine, patches, detector)
-    _clock(machine, patches, detector)
-    _memory(machine, patches, detector)
+# -- What streams, events, the clock and the allocator do.
 
 
 def _streams(machine: Machine, patches: Patches, detector: Detector) -> None:
@@ -333,7 +315,7 @@ def _streams(machine: Machine, patches: Patches, detector: Detector) -> None:
 
     def queue_of(stream) -> Queue:
         if stream is None:
-            return clock.current(machine.gpu(None).index)
+            return clock.current(torch.cuda.current_device())
         return clock.stream(stream.device_index, stream.stream_id)
 
     def if_recorded(report):
@@ -342,8 +324,8 @@ def _streams(machine: Machine, patches: Patches, detector: Detector) -> None:
     after(patches, Event, "record", lambda _, event, stream=None: detector.recorded(event, queue_of(stream)))
     after(patches, Event, "wait", if_recorded(lambda event, stream=None: detector.waited(event, queue_of(stream))))
     after(patches, Event, "synchronize", if_recorded(detector.event_done))
-    after(patches, Event, "query", lambda over, event: over and detector.event_done(event))
-    after(patches, Stream, "query", lambda over, stream: over and detector.stream_done(stream._queue))
+    after(patches, Event, "query", lambda over, event: detector.event_done(event) if over else None)
+    after(patches, Stream, "query", lambda over, stream: detector.stream_done(stream._queue) if over else None)
     after(patches, Stream, "wait_stream", lambda _, one, other: detector.joined(queue_of(one), [queue_of(other)]))
 
 
@@ -384,28 +366,21 @@ def _clock(machine: Machine, patches: Patches, detector: Detector) -> None:
 
 
 def _memory(machine: Machine, patches: Patches, detector: Detector) -> None:
-    malloc, free, give_back = GPU.malloc, GPU.free, Addresses.give_back
-
-    def reported_malloc(gpu, nbytes: int):
+    @instead(patches, machine, GPU, "malloc")
+    def malloc(malloc, gpu, nbytes: int):
         __tracebackhide__ = True
         with gpu.lock:
             block = malloc(gpu, nbytes)
-            if block is not None and gpu.machine is machine:
+            if block is not None:
                 detector.allocated(gpu, block)
         return block
 
-    def reported_free(gpu, block) -> None:
-        if gpu.machine is machine:
-            detector.freed(gpu, block)
+    @instead(patches, machine, GPU, "free")
+    def free(free, gpu, block) -> None:
+        detector.freed(gpu, block)
         free(gpu, block)
 
-    def reported_give_back(addresses, first: int, size: int) -> None:
-        give_back(addresses, first, size)
-        detector.given_back(addresses.device, first, size)
-
-    patches.replace(Addresses, "give_back", reported_give_back)
-    patches.replace(GPU, "malloc", reported_malloc)
-    patches.replace(GPU, "free", reported_free)
+    after(patches, Addresses, "give_back", lambda _, addresses, *range_: detector.given_back(addresses.device, *range_))
 
 
 # -- Races looked for, on one machine's virtual GPUs: on and off.
@@ -414,7 +389,6 @@ def _memory(machine: Machine, patches: Patches, detector: Detector) -> None:
 def install_switch(machine: Machine, patches: Patches) -> Detector:
     """Look for races from now on, until `patches` are restored. What is under way already is taken to be done."""
     detector = Detector(machine)
-    install_waits(machine, patches, detector)
-    install_operations(machine, patches, detector)
-    install_collectives(machine, patches, detector)
+    for report in (_streams, _clock, _memory, _dispatch, _factories, _copies, _reads, _collectives):
+        report(machine, patches, detector)
     return detector

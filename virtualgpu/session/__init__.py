@@ -11,10 +11,9 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from virtualgpu.environment import MAX_GPUS, names_of_pytorch, visible_gpus
-from virtualgpu.hardware import settings as hardware_settings
+from virtualgpu.hardware import machine as hardware_settings
 from virtualgpu.hardware import specs
-from virtualgpu.hardware.network import Network
-from virtualgpu.hardware.settings import MachineSettings
+from virtualgpu.hardware.machine import MachineSettings, Network
 from virtualgpu.hardware.specs import Spec
 
 with names_of_pytorch():
@@ -140,7 +139,7 @@ def gpus(
     1 GiB, the GPUs are always virtual.
 
     gpus_per_node: ranks on GPUs 0, 1, ... of these play on one node, the next ones on another, and so on; all on one unless given.
-    network: what joins nodes, a name ("InfiniBand NDR", "Ethernet 25": `hardware.networks` has all) or a rate ("100 Gb/s" for each
+    network: what joins nodes, a name ("InfiniBand NDR", "Ethernet 25": `hardware.machine.NETWORKS` has all) or a rate ("100 Gb/s" for each
     GPU, "100 Gb/s per node"); what PyTorch's model has for the card unless given.
     clock: "measured" (kernels take what others measured on such cards) unless given, or "datasheet" (what the maker promises: a lower
     bound). host: what an operation costs the processor, a name in `hardware.hosts.HOSTS` ("2026" unless given).

@@ -11,9 +11,9 @@ import torch
 from virtualgpu import session
 from virtualgpu.distributed import rank_config
 from virtualgpu.engine.machine import dry_runs
-from virtualgpu.hardware import settings as hardware_settings
+from virtualgpu.hardware import machine as hardware_settings
 from virtualgpu.hardware import specs
-from virtualgpu.hardware.network import Network, find_network
+from virtualgpu.hardware.machine import Network, find_network
 from virtualgpu.hardware.specs import parse_size
 from virtualgpu.session import check_number, current, reset, turn_on
 from virtualgpu.timing.trace import Recording

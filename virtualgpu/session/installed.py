@@ -11,7 +11,7 @@ from virtualgpu.engine import cuda_only_ops
 from virtualgpu.engine.dispatch import Dispatch, DispatchBesideReal
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.storage import holders
-from virtualgpu.hardware.settings import DATASHEET, MachineSettings
+from virtualgpu.hardware.machine import DATASHEET, MachineSettings
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.sanitizer import hooks
 from virtualgpu.torch_api import processes

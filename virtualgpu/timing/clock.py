@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from torch import Tensor, is_grad_enabled
 
 from virtualgpu.errors import device_assert
-from virtualgpu.hardware.settings import DEFAULT as DEFAULT_HOST
-from virtualgpu.hardware.settings import HOSTS, Host
+from virtualgpu.hardware.machine import DEFAULT as DEFAULT_HOST
+from virtualgpu.hardware.machine import HOSTS, Host
 from virtualgpu.timing.host import AVERAGE, LAUNCH, UNRECORDED, HostTime, Weight
 from virtualgpu.timing.nccl import Collectives
 from virtualgpu.timing.streams import DEFAULT, Engine, HostThread, Queue, Span, graph_task

@@ -8,9 +8,8 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.hardware.datasheet import DTYPES, FLOAT32, TF32
-from virtualgpu.timing import attention, convolutions, products
-from virtualgpu.timing.kernels import Kernels, vector_width
-from virtualgpu.timing.products import Product
+from virtualgpu.timing import attention, convolutions
+from virtualgpu.timing.kernels import Kernels, Product, vector_width
 
 aten = torch.ops.aten
 CONVOLUTIONS = {aten.convolution.default, aten._convolution.default, aten.convolution_backward.default}
@@ -98,7 +97,8 @@ def _matrices(first: int, kernels: Kernels, args, tensors, flops, moved, key) ->
     loaded = vector_width(lhs.itemsize, *widths)
     along = (lhs.stride(-1) == 1) + (rhs.stride(-2) == 1)
     bias = first == 1 and args[0].dim() == 1
-    return products.seconds(kernels, Product(count, rows, columns, length, key, moved, loaded, along=along, bias=bias))
+    product = Product(count, rows, columns, length, key, moved, loaded, along=along, bias=bias)
+    return kernels.spec.kernel + kernels.busy(product)
 
 
 def _recurrent(passes: int, layers_at: int, kernels: Kernels, args, tensors, flops, moved, key) -> float:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, is_grad_enabled
 
-from virtualgpu.hardware.settings import HOSTS, Host
+from virtualgpu.hardware.machine import HOSTS, Host
 from virtualgpu.timing.kernels import read_table
 from virtualgpu.timing.streams import HostThread, Queue, Streams, graph_task, node_in_cpp
 
@@ -35,16 +35,12 @@ BIASES = {
     "convolution_backward": 3,
 }  # arguments that say so; of the last its sizes
 
-# What a simple operation costs after a node's first: nodes of two to six took 0.45 to 0.55 of as many nodes. A second product costs as the first.
-FURTHER, SIMPLE = 0.5, ELEMENTWISE.backward
-UNRECORDED = 0.8  # without autograd's notes: the median of 146 chains, 0.73 to 0.89 for half of them
-# An optimizer's step in Python on lists, in operations of an optimizer: once, for each parameter, and for each count of steps that it keeps
-# on the CPU. SGD and AdamW, foreach and fused, of 10 to 400 tensors: 45 to 130 us, 2 to 3 for each, and 5 more for a count.
-STEP = 5.0, 0.25, 0.4
-# nn.DataParallel, in operations: the share for which Python's lock is held, a tensor that is broadcast, a module that is replicated. By least
-# squares of 15 networks of torchvision without gradients, float16, 12 images a GPU, one GPU against two to four of an A100-SXM4, a TITAN RTX
-# and an RTX 2080 Ti (ryujaehun/pytorch-gpu-benchmark, 2020-21): half of 135 within 5 %, 98 % within 15.
-LOCKED, BROADCAST, REPLICATED = 0.52, 0.87, 0.80
+SIMPLE, FURTHER = ELEMENTWISE.backward, WEIGHTS["further in a node"].backward  # a second product costs as the first
+UNRECORDED = WEIGHTS["without autograd"].forward
+STEP = [WEIGHTS[name].forward for name in ("step", "step, a parameter", "step, a count of steps on the CPU")]
+LOCKED, BROADCAST, REPLICATED = (
+    WEIGHTS[f"replicas, {name}"].forward for name in ("Python's lock", "a tensor", "a module")
+)
 
 
 def weight_of(name: str, pointwise: bool, launches: int = 1) -> Weight:

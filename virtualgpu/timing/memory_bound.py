@@ -13,7 +13,7 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
-from virtualgpu.timing import norms, reductions
+from virtualgpu.timing import reductions
 from virtualgpu.timing.kernels import Kernels, Kind, read_table
 
 ORDINARY = Kind()  # each tensor moved once, and nothing beside
@@ -216,6 +216,6 @@ def _kind(row: dict[str, str]) -> Kind:
     )
 
 
-MODELS = vars(norms) | vars(reductions) | globals()
+MODELS = vars(reductions) | globals()
 KINDS = {row["operation"]: _kind(row) for row in read_table("memory_bound")}
 COPIED = {name: kind for name, kind in KINDS.items() if kind.copied}

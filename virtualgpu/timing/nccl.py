@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from virtualgpu.hardware.network import TABLE, VOLTA, Fabric
+from virtualgpu.hardware.machine import TABLE, VOLTA, Fabric
 from virtualgpu.timing.streams import Engine, Queue, Span
 
 # -- How long a collective of NCCL lasts: PyTorch's own analytic model (torch/_inductor/comm_analysis.py), for any card of the table.
@@ -108,13 +108,10 @@ def _bus_bandwidth(kind: str, ranks: int, fabric: Fabric, nodes: int, algorithm:
     if protocol == SIMPLE and algorithm == RING:
         return bus
     generation = VOLTA if protocol == LL and nodes > 1 else fabric.generation
-    most = TABLE["bound"]["ll" if protocol == LL else f"{algorithm}_{protocol}".lower()][str(generation)][
-        min(nodes, 3) - 1
-    ]
-    if protocol == LL:
-        return min(most, bus * (0.5 if algorithm == RING else 1 / 3.8))
-    share = 0.92 if protocol == SIMPLE else 7 / 9 if algorithm == TREE and nodes == 1 else 120 / 128
-    return min(bus * share, fabric.blocks * most)
+    bound = TABLE["bound"]["ll" if protocol == LL else f"{algorithm}_{protocol}".lower()][str(generation)]
+    way = "tree_in_a_node" if algorithm == TREE and nodes == 1 else algorithm
+    share, channels = TABLE["share"][way][PROTOCOLS.index(protocol)], 1 if protocol == LL else fabric.blocks
+    return min(bus * share, channels * bound[min(nodes, 3) - 1])
 
 
 def _latency(kind: str, ranks: int, fabric: Fabric, nodes: int, algorithm: str, protocol: str, steps: int) -> float:
@@ -125,7 +122,7 @@ def _latency(kind: str, ranks: int, fabric: Fabric, nodes: int, algorithm: str, 
         table[algorithm][index] for table in (TABLE["base"], TABLE["step"][link], TABLE["step"]["network"])
     )
     if nodes > 1:
-        inside = max(inside, 3.0 if protocol == SIMPLE else 1.0)
+        inside = max(inside, TABLE["step"]["of_several_nodes"][index])
     if algorithm == TREE:
         return base + 2 * ((ranks // nodes - 1) * inside + int(math.log2(nodes)) * between)
     crossing = 0 if nodes == 1 else (2 if kind == "all_reduce" else 1) * (nodes - 1)

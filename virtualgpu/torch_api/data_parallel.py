@@ -15,7 +15,7 @@ from virtualgpu import _compat, environment
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.storage import allocation_of
 from virtualgpu.engine.values import invalidate
-from virtualgpu.hardware.network import Fabric, slowest
+from virtualgpu.hardware.machine import Fabric, slowest
 from virtualgpu.timing.host import BROADCAST, REPLICATED
 from virtualgpu.timing.nccl import seconds
 from virtualgpu.torch_api.patches import Patches, standing_in

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import virtualgpu
 from virtualgpu.distributed.topology import Layout, Where
-from virtualgpu.hardware import settings
-from virtualgpu.hardware.network import NETWORKS, Fabric, find_network
+from virtualgpu.hardware import machine as settings
+from virtualgpu.hardware.machine import NETWORKS, Fabric, find_network
 from virtualgpu.hardware.specs import SPECS, find_spec
 from virtualgpu.run.ranks import launch
 from virtualgpu.timing import nccl

@@ -12,7 +12,7 @@ from torch import nn
 import virtualgpu
 from tests.virtualgpu.distributed.conftest import started
 from virtualgpu.engine.machine import GAP
-from virtualgpu.hardware.network import Fabric
+from virtualgpu.hardware.machine import Fabric
 from virtualgpu.monitor import VirtualSource
 from virtualgpu.timing import nccl
 

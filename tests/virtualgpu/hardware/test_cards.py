@@ -17,28 +17,6 @@ SOLD_AS = (11, 16, 24, 32, 40, 48, 80, 96, 141, 180)  # GB on the box
 every_card = pytest.mark.parametrize("key", SPECS)
 
 
-def test_the_lessons_cards_keep_their_figures():
-    """Stored outputs of the notebooks stand on these."""
-    half, pcie = ("float16", "bfloat16"), [Link(15.75e9 * times, 10e-6) for times in (1, 2, 4)]
-    nvlink = {gigabytes: Link(gigabytes * 1e9, 2e-6) for gigabytes in (50, 300, 450)}
-    expected = {
-        "T4": ("Tesla T4", 15095, (7, 5), 40, (0.25, 8.1, None, 65, None), 320e9, Link(4.4e9, 12e-6), pcie[0]),
-        "V100": ("Tesla V100-SXM2-16GB", 16160, (7, 0), 80, (7.8, 15.7, None, 125, None), 900e9, nvlink[50], pcie[0]),
-        "A100": ("NVIDIA A100-SXM4-40GB", 40326, (8, 0), 108, (9.7, 19.5, 156, 312, 312), 1555e9, nvlink[300], pcie[1]),
-        "H100": (
-            *("NVIDIA H100 80GB HBM3", 81079, (9, 0), 132),
-            *((34, 67, 494.5, 989.5, 989.5), 3350e9, nvlink[450], pcie[2]),
-        ),
-    }
-    for key, (name, mib, capability, processors, teraflops, bandwidth, peer, host) in expected.items():
-        spec = SPECS[key]
-        found = [spec.rates.get(dtype) for dtype in ("float64", "float32", TF32, *half)]
-        assert found == [rate and float(f"{rate}e12") for rate in teraflops]
-        assert (spec.name, spec.memory, spec.capability, spec.processors) == (name, mib << 20, capability, processors)
-        assert (spec.bandwidth, spec.peer, spec.host, spec.kernel) == (bandwidth, peer, host, 2e-6)
-    assert list(SPECS)[:4] == list(expected)
-
-
 @every_card
 def test_figures_agree_with_each_other(key):
     """H200: the data sheet says 4.8 TB/s, its clock gives 4.92. H100-96GB: bus and clock are not known. P100 PCIe: CUDA reports 1,329 MHz, the
@@ -93,13 +71,8 @@ def test_links_are_the_bus_or_nvlinks(key):
     [
         ("P100", 65536, 49152, 2048),
         ("T4", 65536, 65536, 1024),
-        ("V100", 98304, 98304, 2048),
         ("A100", 167936, 166912, 2048),
-        ("RTX A6000", 102400, 101376, 1536),
         ("RTX 4090", 102400, 101376, 1536),
-        ("H200", 233472, 232448, 2048),
-        ("B200", 233472, 232448, 2048),
-        ("RTX 5090", 102400, 101376, 1536),
     ],
 )
 def test_limits_follow_from_the_capability(key, shared, optin, threads):

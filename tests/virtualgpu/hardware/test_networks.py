@@ -2,7 +2,7 @@
 
 import pytest
 
-from virtualgpu.hardware.network import NETWORKS, Network, find_network
+from virtualgpu.hardware.machine import NETWORKS, Network, find_network
 from virtualgpu.hardware.specs import SPECS, Link, NVLink, find_spec, find_specs
 
 

@@ -98,10 +98,6 @@ def check(memory: CachingAllocator, live: list) -> None:
         assert figures["reserved_bytes"][name]["current"] == sum(block.size for block in of_pool)
 
 
-def layout(memory: CachingAllocator) -> list[tuple]:
-    return [(b.address, b.size, b.used, b.requested if b.used else 0, b.stream) for b in memory.all_blocks()]
-
-
 def allocator(capacity: int = 1 << 40, settings: str = "", **keywords) -> CachingAllocator:
     """Under a clock of its own; settings: as in PYTORCH_CUDA_ALLOC_CONF."""
     return CachingAllocator(capacity, timeline=Time(), config=parse(settings), **keywords)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import virtualgpu
-from tests.virtualgpu.memory.programs import GIB, KIB, MIB, SIZES, STEPS, Program, allocator, check, play
-from virtualgpu.memory.allocator import CachingAllocator, format_size
+from tests.virtualgpu.memory.programs import GIB, KIB, MIB, STEPS, Program, allocator, check, play
+from virtualgpu.memory.allocator import format_size
 from virtualgpu.memory.blocks import Addresses
 
 GROWING = "expandable_segments:True"
@@ -237,22 +237,6 @@ def test_bytes_add_up(steps, settings, switch, at):
 
 
 CONFIGURED = {settings: allocator(GIB, settings).config for settings in ("", GROWING)}
-
-
-@given(st.lists(st.tuples(STEPS, SIZES), min_size=10, max_size=80))
-def test_memory_that_is_lent_is_taken_and_given_back(steps):
-    """`lend` has a short way: all figures and blocks are as after malloc and free."""
-
-    def way(lend):
-        memory, layouts = CachingAllocator(1 << 40), []
-        program = Program(memory, streams=False)
-        for step, size in steps:
-            program.step(*step)
-            lend(memory, size)
-            layouts.append([(block.address, block.size) for block in memory.all_blocks()])
-        return memory.statistics.nested(), layouts
-
-    assert way(lambda memory, size: memory.lend(size)) == way(lambda memory, size: memory.free(memory.malloc(size)))
 
 
 @given(

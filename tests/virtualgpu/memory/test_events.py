@@ -6,7 +6,7 @@ from torch import _VF, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import virtualgpu
-from tests.virtualgpu.programs import Tagger, Translator
+from tests.virtualgpu.programs import Translator
 from virtualgpu.engine import dispatch
 
 torchvision = pytest.importorskip("torchvision")
@@ -48,7 +48,6 @@ MODELS = {
         torch.randn(4, 3, 64, 64),
         torch.arange(4),
     ),
-    "lstm": tokens(Tagger),
     "transformer": tokens(Translator),
 }
 
@@ -66,35 +65,6 @@ def steps(model, x, y):
 def dropout_of_cuda(x, p, train):
     """One kernel, with a mask of one byte an element."""
     return torch.native_dropout(x, p, train)[0]
-
-
-class LstmOfCuda(torch.autograd.Function):
-    """One kernel each way, which keeps five numbers a unit of each layer and step (test_recurrent), and the layers' outputs in between."""
-
-    @staticmethod
-    def forward(ctx, x, hx, cx, settings, *weights):
-        with record_function("aten::_cudnn_rnn"):
-            made = LSTM(x, [hx, cx], weights, *settings)
-            layers, directions, hidden = settings[1], 1 + settings[4], cx.shape[2]
-            kept = x.shape[:2].numel() * directions * hidden * (5 * layers + layers - 1)
-            ctx.save_for_backward(x, hx, cx, *weights, made[0], torch.empty(kept + 64))
-            ctx.settings = settings
-            ctx.set_materialize_grads(False)
-        return made
-
-    @staticmethod
-    def backward(ctx, *grads):
-        with record_function("aten::_cudnn_rnn_backward"), torch.enable_grad():
-            x, hx, cx, *weights = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors[:-2])
-            dx, *dweights = torch.autograd.grad(LSTM(x, [hx, cx], weights, *ctx.settings)[0], [x, *weights], grads[0])
-        return dx, None, None, None, *dweights
-
-
-LSTM = torch.ops.aten.lstm.input
-
-
-def lstm_of_cuda(x, states, weights, *settings):
-    return LstmOfCuda.apply(x, *states, settings, *weights)
 
 
 class AttentionOfCuda(torch.autograd.Function):
@@ -173,7 +143,6 @@ def test_live_bytes_are_those_of_the_profiler(name, monkeypatch, without_workspa
     torch.manual_seed(0)
     operations = {f"aten::{operation.name}" for operation in dispatch._operations.values() if not operation.is_view}
     monkeypatch.setattr(_VF, "dropout", dropout_of_cuda, raising=False)
-    monkeypatch.setattr(_VF, "lstm", lstm_of_cuda, raising=False)
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention_of_cuda)
     judged_end, judged_peak = judged(operations, *MODELS[name]())
     counters = 4 * len(list(model.parameters()))  # AdamW keeps its step counts on the CPU

@@ -191,14 +191,11 @@ def test_what_is_recorded_can_be_chosen(gpus):
     assert snapshot()["device_traces"] == [[], []] and not torch._C._cuda_isHistoryEnabled()
     with pytest.raises(RuntimeError, match="expected state to be 'state', 'all', or None"):
         record("everything")
-
-
-def test_the_older_way_to_ask(gpus):
-    torch.cuda.memory._record_memory_history(True, trace_alloc_max_entries=10, trace_alloc_record_context=True)
-    made_here(gpus[0], 100)
-    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    record(True, trace_alloc_max_entries=10, trace_alloc_record_context=True)  # the older way to ask
+    made_here(gpus[0], 3 * MIB)
+    trace = snapshot()["device_traces"][0]
     assert actions(trace) == ["segment_alloc", "alloc"] and trace[1]["frames"][0]["name"] == "made_here"
-    torch.cuda.memory._record_memory_history(False)
+    record(False)
     assert gpus[0].memory.history is None
 
 

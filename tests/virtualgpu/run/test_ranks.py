@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import virtualgpu
 from tests.processes import free_port
-from virtualgpu.hardware.network import Fabric, find_network
+from virtualgpu.hardware.machine import Fabric, find_network
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.memory.allocator import CachingAllocator
 from virtualgpu.memory.config import parse

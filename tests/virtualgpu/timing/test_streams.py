@@ -62,29 +62,34 @@ class Bench:
         return span.end - span.start
 
     def stream(self, name: str):
-        """main: the default one; s1: of the second GPU."""
+        """main: the default one; s1: of the second GPU; g and h: of a higher priority, and of one higher still."""
         gpu = int(name.endswith("1"))
         if name not in self.streams:
-            default = name.startswith("main")
-            self.streams[name] = torch.cuda.default_stream(gpu) if default else torch.cuda.Stream(gpu)
+            made = torch.cuda.Stream(gpu, priority={"g": -1, "h": -2}.get(name[0], 0))
+            self.streams[name] = torch.cuda.default_stream(gpu) if name.startswith("main") else made
         return self.streams[name]
 
     def play(self, script: str) -> dict:
-        """What was launched, by its name; each launch is alone in its recording."""
-        found = {}
+        """What was launched, by its name."""
+        names = []
+        for name in re.findall(r"=(\w+)\.", script):
+            self.stream(name)  # what is queued before the first stream with a priority is not moved
         self.clock.wait()
-        for step in script.split():
-            match = re.fullmatch(r"(\w+)(=|<|@)(\w+)(?:\.(\w+))?", step)
-            first, sign, second, work = match.groups()
-            if sign == "=":  # a=s.mul: a product on stream s
-                (found[first],) = spans_of(lambda second=second, work=work: self.launch(self.stream(second), work))
-            elif sign == "@":  # e@s: an event is recorded on it
-                self.events[first] = self.stream(second).record_event()
-            elif second in self.events:  # s<e: it waits for that
-                self.stream(first).wait_event(self.events[second])
-            else:  # s<t: for all that the other has
-                self.stream(first).wait_stream(self.stream(second))
-        return found
+        with virtualgpu.recording() as spans:
+            for step in script.split():
+                first, sign, second, work = re.fullmatch(r"(\w*)(=|<|@|~)(\w+)(?:\.(\w+))?", step).groups()
+                if sign == "=":  # a=s.mul: a product on stream s
+                    names.append(first)
+                    self.launch(self.stream(second), work)
+                elif sign == "@":  # e@s: an event is recorded on it
+                    self.events[first] = self.stream(second).record_event()
+                elif sign == "~":  # the host waits for it
+                    self.stream(second).synchronize()
+                elif second in self.events:  # s<e: it waits for that
+                    self.stream(first).wait_event(self.events[second])
+                else:  # s<t: for all that the other has
+                    self.stream(first).wait_stream(self.stream(second))
+        return dict(zip(names, spans, strict=True))
 
 
 @pytest.fixture
@@ -114,6 +119,9 @@ a stream waits for another                | a=main.mul s<main b=s.in | b.start =
 and not the other way round               | a=main.mul s<main b=s.in c=main.mul | b.start == a.end, c.start == a.end + GAP
 an event is what was before it            | a=main.mul e@main b=main.mul s<e c=s.in | c.start == a.end, b.start == a.end + GAP
 of each stream that waits for it          | a=main.mul e@main b=main.mul s<e t<e c=s.in d=t.out | c.start == a.end, d.start == a.end
+a kernel goes before what has not begun   | a=s.mul b=s.mul c=s.mul d=g.mul e@s t<e f=t.in | d.start == a.end, b.start == d.end, c.start == b.end, f.start == c.end
+before what has a lower priority alone    | a=g.mul b=g.mul c=g0.mul d=h.mul | d.start == a.end, b.start == d.end, c.start == b.end
+what is over stays                        | a=s.mul b=s.mul ~s c=g.mul | b.start == a.end + GAP, c.start >= b.end
 streams wait across GPUs                  | a=main.mul s1<main b=s1.mul | b.start >= a.end, b.start <= a.end + 2 * GAP
 """
 ROWS = [[part.strip() for part in row.split("|")] for row in SCRIPTS.strip().splitlines()]
@@ -179,7 +187,6 @@ def test_utilization_never_exceeds_the_time(bench, streams):
 POLLED = {
     "event": lambda: torch.cuda.current_stream().record_event().query,
     "stream": lambda: torch.cuda.current_stream().query,
-    "torch.Event": lambda: _recorded(torch.Event("cuda")).query,
     "torch.accelerator": lambda: torch.accelerator.current_stream().query,
     "timed": lambda: _recorded(torch.cuda.Event(enable_timing=True)).query,
 }
@@ -222,6 +229,12 @@ def test_events_and_streams_are_asked_and_waited_for(bench):
     side.synchronize()
     assert side.query() and torch.cuda.current_stream().query()
     assert start.elapsed_time(end) == pytest.approx(1e3 * bench.K, rel=1e-2)
+    for event, words in (
+        (torch.cuda.Event(), "enable_timing=True"),
+        (torch.cuda.Event(enable_timing=True), "must be recorded"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            event.elapsed_time(end)
 
 
 def test_synchronize_waits_for_every_stream(bench):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import data_parallel, gather, parallel_apply, replicate, scatter
 
 import virtualgpu
-from virtualgpu.hardware.network import Fabric
+from virtualgpu.hardware.machine import Fabric
 from virtualgpu.timing import nccl
 from virtualgpu.timing.host import BROADCAST, LOCKED, REPLICATED
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from virtualgpu._compat import distributed as _compat
 from virtualgpu.hardware.datasheet import Link, Spec
-from virtualgpu.hardware.settings import FREE, Host
+from virtualgpu.hardware.machine import FREE, Host
 from virtualgpu.run.explain.changes import nvlinked
 from virtualgpu.timing.clock import Clock
 from virtualgpu.torch_api.patches import Patches
