@@ -27,10 +27,9 @@ import torch
 
 import virtualgpu
 from tests.accuracy import kernels
-from tests.judges.card import mixers, pictures, words
-from tests.judges.card.training import Step
+from tests.accuracy.runner import measured as simulated
+from tests.judges.card.programs import PROGRAMS, Step
 
-PROGRAMS = {**words.PROGRAMS, **pictures.PROGRAMS, **mixers.PROGRAMS}
 MEASURED = Path(__file__).with_name("measured.csv")
 FIGURES = ("kernels_ms", "ms", "allocated_mib", "reserved_mib")
 # cuBLAS's workspaces are kept, as PyTorch had it before 2.15
@@ -41,14 +40,10 @@ COPIES = ("HtoD", "DtoH")
 
 def simulate(name: str, card: str, host: str) -> dict[str, float]:
     with virtualgpu.dry_run(1, like=card, host=host):
-        step, clock = PROGRAMS[name](), virtualgpu.machine().clock
+        step = PROGRAMS[name]()
         _warm(step)
-        start, before = clock.host, clock.computing[0]
-        for _ in range(STEPS):
-            step()
-        torch.cuda.synchronize()
-        taken = {"kernels_ms": clock.computing[0] - before, "ms": clock.host - start}
-        return {key: 1000 * seconds / STEPS for key, seconds in taken.items()} | _memory()
+        took = simulated(step, steps=1, mean=STEPS)
+        return {"kernels_ms": 1000 * took.kernels, "ms": 1000 * took.seconds} | _memory()
 
 
 def measure(name: str, seconds: float = 0.35) -> dict[str, float]:
@@ -151,7 +146,7 @@ def _measure(path: str, only: list[str]) -> int:
     return 0
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], judge: str = "card") -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.judges card", description=__doc__.splitlines()[0])
     parser.add_argument("--card", default="H100")
     parser.add_argument("--host", default="2026", help="a name in hardware/data/hosts.toml (%(default)s)")
