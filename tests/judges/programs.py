@@ -29,11 +29,8 @@ from tests.judges.report import BUILD, excused, python_path, runner, table
 TABLE = tomllib.loads(Path(__file__).with_name("programs.toml").read_text("utf-8"))
 ALWAYS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 CROSSCHECK = {"VIRTUALGPU_CROSSCHECK": "1"}  # dry: what is remembered of one operation is compared with the next
-LIMITS = {
-    "examples": 240,
-    "torchtitan": 600,
-    "tutorials": 600,
-}  # seconds a program may take: some start eight processes
+# Seconds a program may take: some start eight processes
+LIMITS = {"examples": 240, "torchtitan": 600, "tutorials": 600}
 NO_GPU = re.compile("Unable to locate sufficient|using CPU, this will be slow|Using device: cpu")
 
 
@@ -46,10 +43,9 @@ def main(arguments: list[str], judge: str) -> int:
     options = parser.parse_args(arguments)
     BUILD.mkdir(parents=True, exist_ok=True)
     checkout, results = options.checkout.resolve(), {}
+    how = tutorial if judge == "tutorials" else run
     for name in options.names or [name for name in cases if (checkout / cases[name].get("folder", "")).is_dir()]:
-        results[name] = result = (tutorial if judge == "tutorials" else run)(
-            name, cases[name], checkout, judge, options.dry
-        )
+        results[name] = result = how(name, cases[name], checkout, judge, options.dry)
         good = "ends well" if result["good"] else "skipped" if result["lacks"] else "fails"
         print(f"{name:24} {good:10} {result['seconds']:6.1f} s  {result['why']}", flush=True)
     (BUILD / f"{judge}{'_dry' * options.dry}.json").write_text(json.dumps(results, indent=1))

@@ -26,8 +26,7 @@ from unittest import mock
 import torch
 
 import virtualgpu
-from tests.accuracy import kernels
-from tests.accuracy.runner import measured as simulated
+from tests.accuracy import kernels, runner
 from tests.judges.card.programs import PROGRAMS, Step
 
 MEASURED = Path(__file__).with_name("measured.csv")
@@ -42,7 +41,7 @@ def simulate(name: str, card: str, host: str) -> dict[str, float]:
     with virtualgpu.dry_run(1, like=card, host=host):
         step = PROGRAMS[name]()
         _warm(step)
-        took = simulated(step, steps=1, mean=STEPS)
+        took = runner.measured(step, steps=1, mean=STEPS)
         return {"kernels_ms": 1000 * took.kernels, "ms": 1000 * took.seconds} | _memory()
 
 
@@ -72,10 +71,8 @@ def _warm(step: Step) -> None:
 
 
 def _memory() -> dict[str, float]:
-    return {
-        "allocated_mib": torch.cuda.max_memory_allocated() / 2**20,
-        "reserved_mib": torch.cuda.max_memory_reserved() / 2**20,
-    }
+    most = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return {f"{kind}_mib": nbytes / 2**20 for kind, nbytes in most.items()}
 
 
 def _profiled(step: Step) -> float:
@@ -94,11 +91,8 @@ def _profiled(step: Step) -> float:
 def measured(card: str) -> dict[str, dict[str, float]]:
     """The table's rows of that card, by program."""
     with open(MEASURED, encoding="utf-8", newline="") as file:
-        return {
-            row["program"]: {key: float(row[key]) for key in FIGURES}
-            for row in csv.DictReader(file)
-            if row["card"] == card
-        }
+        rows = [row for row in csv.DictReader(file) if row["card"] == card]
+    return {row["program"]: {key: float(row[key]) for key in FIGURES} for row in rows}
 
 
 def within(factors: list[float], percent: float) -> float:
