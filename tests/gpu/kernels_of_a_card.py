@@ -4,15 +4,12 @@ The times there are those of torch.profiler, added up over the kernels of one ca
 9.19, 2026-11-27), in three states of the second-level cache: fresh: what goes in was written just before, as in a forward pass; cold:
 256 MB were written in between; warm: the same call ran just before, as in a loop or a replayed graph. Convolutions (padded by
 kernel // 2 * dilation) and products of odd rows have fresh alone; of the convolutions, `longest` is which kernel took most of the time.
-
-    python -m tests.gpu.kernels_of_a_card     on a machine with a GPU: the same rows there, beside the table's
 """
 
 import contextlib
 import csv
 import functools
 import json
-import math
 import random
 import sys
 import time
@@ -32,18 +29,17 @@ DEVICE, FLUSH = "cuda", 64 << 20  # numbers that are written between two calls, 
 
 
 class Row(NamedTuple):
-    """Microseconds."""
+    """fresh: microseconds."""
 
     family: str
     settings: dict
     fresh: float
-    cold: float
-    warm: float
 
 
 def rows(family: str = "", card: str = "H100") -> list[Row]:
     """Of that family, or all."""
-    every = [_profiled(row) for row in table(card, "profiled")]
+    profiled = table(card, "profiled")
+    every = [Row(row["family"], json.loads(row["settings"]), float(row["fresh"])) for row in profiled]
     every += [_of_a_convolution(row) for row in table(card, "convolutions")]
     return [row for row in every if row.family == family or not family]
 
@@ -80,11 +76,6 @@ def table(card: str, kind: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _profiled(row: dict[str, str]) -> Row:
-    states = (float(row[state] or "nan") for state in ("fresh", "cold", "warm"))
-    return Row(row["family"], json.loads(row["settings"]), *states)
-
-
 def _of_a_convolution(row: dict[str, str]) -> Row:
     """One number for the size, the kernel or the stride stands for all dimensions: two, if the size is one."""
     size = [int(side) for side in row["size"].split("x")]
@@ -95,7 +86,7 @@ def _of_a_convolution(row: dict[str, str]) -> Row:
         sides = [int(side) for side in row[name].split("x")]
         settings[name] = sides * len(size) if len(sides) == 1 else sides
     shape = [int(row["batch"]), int(row["channels"]), *size]
-    return Row("convolution", settings | {"shape": shape}, float(row["us"]), math.nan, math.nan)
+    return Row("convolution", settings | {"shape": shape}, float(row["us"]))
 
 
 class Call(NamedTuple):
@@ -442,20 +433,3 @@ def measure(card: str, families: Sequence[str], minutes: float = 4.5) -> Path:
 def versions() -> str:
     """Of what runs here, and the month."""
     return f"PyTorch {torch.__version__}; CUDA {torch.version.cuda}; cuDNN {torch.backends.cudnn.version()}; {time.strftime('%Y-%m')}"
-
-
-def main() -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit(
-            "no GPU here: tests/virtualgpu compares the simulation with the table (test_profiled_kernels.py)"
-        )
-    flush = torch.empty(FLUSH, device=DEVICE)
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; microseconds here, and in the table")
-    for row in rows():
-        with precision(row.settings):
-            here = profiled(call(row.family, row.settings), flush)
-        print(f"{row.family:<12} {json.dumps(row.settings):<110} {here:9.2f} {row.fresh:9.2f}")
-
-
-if __name__ == "__main__":
-    main()
