@@ -323,6 +323,10 @@ def stage_of(index: int) -> nn.Module:
     return nn.Sequential(*blocks, *([nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 50304)] if edges else []))
 
 
+def of_words(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
 def run_stage(rows: list[Published]) -> list[tuple[float, float]]:
     """Of each row: seconds of a step here, and those in which this stage worked."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -333,8 +337,7 @@ def run_stage(rows: list[Published]) -> list[tuple[float, float]]:
     module, told = stage_of(index).to(device, torch.bfloat16), []
     for row in rows:
         count = int(row.options["micro_batches"])
-        loss = lambda logits, labels: F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())  # noqa: E731
-        schedule = Schedule1F1B(PipelineStage(module, index, STAGES, device), count, loss_fn=loss)
+        schedule = Schedule1F1B(PipelineStage(module, index, STAGES, device), count, loss_fn=of_words)
 
         def step(schedule=schedule, samples=count * row.batch, length=row.size):
             tokens = torch.zeros(samples, length, dtype=torch.int64, device=device)

@@ -154,11 +154,14 @@ def repeated(q, k, v, causal: bool):
 SMALL = llama.Sizes(dim=2048, hidden=5632, vocabulary=32000, layers=16)  # 1.0 B parameters
 
 
+def block_of_llama(sizes: llama.Sizes) -> llama.Block:
+    return llama.Block(sizes, llama.Attention(sizes, repeated), nn.RMSNorm)
+
+
 def llama_1b(row: Published) -> Step:
     dtype = torch.bfloat16 if row.precision == "bfloat16" else torch.float32
-    block = lambda sizes: llama.Block(sizes, llama.Attention(sizes, repeated), nn.RMSNorm)  # noqa: E731
     with torch.device("cuda"):
-        model = llama.Llama(SMALL, block=block, norm=nn.RMSNorm).to(dtype)
+        model = llama.Llama(SMALL, block=block_of_llama, norm=nn.RMSNorm).to(dtype)
         tokens = torch.randint(0, 32000, (row.batch, row.size))
         turns = torch.outer(torch.arange(row.size), 10000 ** -torch.linspace(0, 1, 32))
         turns = torch.cat([turns, turns], dim=1)
