@@ -4,7 +4,7 @@
     python -m tests.accuracy zero_recipe ...  these; the others' rows are those of the last time
     --write                                   the table into virtualgpu/docs/accuracy.md and README.md, the picture into docs/, and data/published.json
 
-A program is a function of a module beside this one that returns rows; its docstring, or the module's, says the settings.
+A program is a function of a module beside this one that returns rows; sources.toml says which, of what, and with which settings.
 """
 
 import argparse
@@ -20,42 +20,22 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.accuracy import kernels, picture, table
-from tests.accuracy.published import Row
+from tests.accuracy.published import PROGRAMS, Row
 
 ROOT = Path(__file__).parent.parent.parent
 BUILD = ROOT / "build"
-PROGRAMS = {  # and the module of each; the quick ones first
-    "zero_recipe": "parallel",
-    "tutorial": "parallel",
-    "vision": "vision",
-    "fits": "vision",
-    "transformer": "transformer",
-    "one_card": "one_card",
-    "ddp": "parallel",
-    "bert_large": "bert_large",
-    "gpt2": "gpt2",
-    "data_parallel": "parallel",
-    "megatron": "megatron",
-    "lora": "llama_of_transformers",
-    "llama_eager": "llama_of_transformers",
-    "zero_bubble": "zero_bubble",
-    "scale": "torchtitan",
-    "torchtitan_pr165": "torchtitan",
-    "torchtitan_pr822": "torchtitan",
-    "torchtitan_2024_12": "torchtitan",
-    "torchtitan_a100": "torchtitan",
-}
 KEPT = ("source", "what", "kind", "unit", "published", "simulated", "gpus", "note", "missed", "url")
 LIMIT = 900  # seconds a program may take
 
 
 def rows_of(name: str) -> list[Row]:
     """What the program finds, in this process; its chatter is dropped."""
-    program = getattr(importlib.import_module(f"tests.accuracy.{PROGRAMS[name]}"), name)
+    about = PROGRAMS[name]
+    program = getattr(importlib.import_module(f"tests.accuracy.{about['module']}"), name)
     with contextlib.redirect_stdout(io.StringIO()):
         found = program()
     for row in found:
-        row.source, row.url, row.gpus = name, row.url or program.url, max(row.gpus, program.gpus)
+        row.source, row.url, row.gpus = name, row.url or about["url"], max(row.gpus, about.get("gpus", 1))
     return found
 
 

@@ -116,25 +116,21 @@ def sweeps() -> dict[tuple[str, str, str], tuple[dict[int, float], dict[int, flo
 
 def table(every: bool = False) -> str:
     """As text."""
-    lines = [
-        f"{'largest steps, an image (%)':<44}{'published':>24}{'simulated':>24}{'rms of steps':>14}{'simulated':>11}{'apart':>8}"
-    ]
+    largest = f"{'largest steps, an image (%)':<44}{'published':>24}{'simulated':>24}"
+    lines = [f"{largest}{'rms of steps':>14}{'simulated':>11}{'apart':>8}"]
     for key, (published, ours) in sweeps().items():
-        both = steps(published), steps(ours)
-        tops = [
-            " ".join(f"{100 * math.expm1(one[b]):+.0f}@{b}" for b in sorted(one, key=one.get)[:-4:-1]) for one in both
-        ]
-        apart = {batch: step - both[1][batch] for batch, step in both[0].items()}
-        spread = [math.sqrt(sum(step**2 for step in one.values()) / len(one)) for one in (*both, apart)]
-        lines.append(
-            f"{', '.join(key):<44}{tops[0]:>24}{tops[1]:>24}{spread[0]:>14.3f}{spread[1]:>11.3f}{spread[2]:>8.3f}"
-        )
-        if every:
-            lines += [
-                f"    {batch:>4} images {published[batch]:9.3f} ms published {ours[batch]:9.3f} simulated"
-                for batch in published
-            ]
+        one, other = steps(published), steps(ours)
+        apart = {batch: step - other[batch] for batch, step in one.items()}
+        tops = "".join(f"{_largest(found):>24}" for found in (one, other))
+        spread = [math.sqrt(sum(step**2 for step in found.values()) / len(one)) for found in (one, other, apart)]
+        lines.append(f"{', '.join(key):<44}{tops}{spread[0]:>14.3f}{spread[1]:>11.3f}{spread[2]:>8.3f}")
+        for batch in published if every else ():
+            lines.append(f"    {batch:>4} images {published[batch]:9.3f} ms published {ours[batch]:9.3f} simulated")
     return "\n".join(lines)
+
+
+def _largest(found: dict[int, float]) -> str:
+    return " ".join(f"{100 * math.expm1(found[batch]):+.0f}@{batch}" for batch in sorted(found, key=found.get)[:-4:-1])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ through a host, these hosts have their own.
 """
 
 import csv
+import itertools
 import math
 import sys
 from collections import defaultdict
@@ -82,20 +83,20 @@ def rows(name: str) -> Iterator[dict[str, str]]:
 def timed() -> list[Timed]:
     """All whose card the clock knows."""
     found = []
-
-    def add(row, group, nodes, gpus, joined, card):
-        kind, nbytes = KINDS.get(row["collective"], row["collective"]), int(row["message_bytes"])
-        seconds = nccl.seconds(kind, nbytes, nodes * gpus, joined, nodes)
-        found.append(Timed(group, kind, nodes, gpus, card, nbytes, float(row["time_us"]), 1e6 * seconds, row["source"]))
-
-    for row in rows("nccl_network"):
-        group = "several nodes, InfiniBand and RoCE" if row["network"] in EXPECTED else "several nodes, other networks"
-        joined = fabric(row, LIKE.get(row["card"], row["card"]))
-        add(row, group, int(row["nodes"]), int(row["gpus_per_node"]), joined, row["card"])
-    for row in rows("nccl_pcie"):
+    for row in [*rows("nccl_network"), *rows("nccl_pcie")]:
         card = LIKE.get(row["card"], row["card"])
-        if card in SPECS and row["p2p(yes/no/unknown)"] == "no" and row["time_us"]:
-            add(row, "one node, no NVLink", 1, int(row["gpus"]), Fabric.of(SPECS[card]), row["card"])
+        nodes, gpus = int(row.get("nodes", 1)), int(row.get("gpus_per_node") or row["gpus"])
+        if "nodes" in row:
+            expected = row["network"] in EXPECTED
+            group = "several nodes, InfiniBand and RoCE" if expected else "several nodes, other networks"
+            joined = fabric(row, card)
+        elif card in SPECS and row["p2p(yes/no/unknown)"] == "no" and row["time_us"]:
+            group, joined = "one node, no NVLink", Fabric.of(SPECS[card])
+        else:
+            continue
+        kind, nbytes = KINDS.get(row["collective"], row["collective"]), int(row["message_bytes"])
+        us = 1e6 * nccl.seconds(kind, nbytes, nodes * gpus, joined, nodes)
+        found.append(Timed(group, kind, nodes, gpus, row["card"], nbytes, float(row["time_us"]), us, row["source"]))
     return found
 
 
@@ -104,16 +105,13 @@ def table(found: list[Timed]) -> str:
     groups = defaultdict(list)
     for row in found:
         groups[row.group, row.size].append(row.log)
-    lines = [
-        f"{'collectives':<36}{'message':<14}{'number':>7}{'simulated / measured':>22}{'lowest':>8}{'highest':>9}{'within 30 %':>13}"
-    ]
-    for group in dict.fromkeys(row.group for row in found):
-        for size in SIZES:
-            if logs := groups[group, size]:
-                low, middle, high = (math.exp(log) for log in (min(logs), median(logs), max(logs)))
-                lines.append(
-                    f"{group:<36}{size:<14}{len(logs):>7}{middle:>22.2f}{low:>8.2f}{high:>9.2f}{within(logs, 30):>13.0%}"
-                )
+    titles = f"{'number':>7}{'simulated / measured':>22}{'lowest':>8}{'highest':>9}{'within 30 %':>13}"
+    lines = [f"{'collectives':<36}{'message':<14}{titles}"]
+    for group, size in itertools.product(dict.fromkeys(row.group for row in found), SIZES):
+        if logs := groups[group, size]:
+            low, middle, high = (math.exp(log) for log in (min(logs), median(logs), max(logs)))
+            figures = f"{len(logs):>7}{middle:>22.2f}{low:>8.2f}{high:>9.2f}{within(logs, 30):>13.0%}"
+            lines.append(f"{group:<36}{size:<14}{figures}")
     return "\n".join(lines)
 
 
@@ -122,10 +120,8 @@ def each(found: list[Timed]) -> str:
     lines = []
     for row in found:
         measured, simulated = row.bus
-        what = f"{row.kind}, {row.nodes} x {row.gpus} {row.card}"
-        lines.append(
-            f"{what:<34}{row.nbytes:>12}{row.measured:>10.1f} us{row.simulated:>10.1f}{measured:>8.2f} GB/s{simulated:>8.2f}  {row.source}"
-        )
+        what, us = f"{row.kind}, {row.nodes} x {row.gpus} {row.card}", f"{row.measured:>10.1f} us{row.simulated:>10.1f}"
+        lines.append(f"{what:<34}{row.nbytes:>12}{us}{measured:>8.2f} GB/s{simulated:>8.2f}  {row.source}")
     return "\n".join(lines)
 
 

@@ -18,13 +18,13 @@ that nothing was fitted to.
 import csv
 import math
 import zlib
+from collections import defaultdict
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import torch
 
-from tests.accuracy.kernels import within
+from tests.accuracy.kernels import summary
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.timing.convolutions import CHANNELS, backward_seconds, forward_seconds
 from virtualgpu.timing.kernels import Kernels
@@ -62,15 +62,8 @@ def _timed(row: dict, kernels: Kernels) -> Convolution:
     else:
         mask = [direction == "image", direction == "weight", False]
         seconds = backward_seconds(kernels, (result, image, weight, None, *setting, mask), (), 0, 0, key)
-    return Convolution(
-        row["card"],
-        row["dtype"],
-        row["source"],
-        direction,
-        _kind(row, weight),
-        fitted(row),
-        math.log(float(row["us"]) / 1e6 / seconds),
-    )
+    log = math.log(float(row["us"]) / 1e6 / seconds)
+    return Convolution(row["card"], key, row["source"], direction, _kind(row, weight), fitted(row), log)
 
 
 def fitted(row: dict) -> bool:
@@ -107,7 +100,7 @@ def _kind(row: dict, weight) -> str:
 
 def table() -> str:
     """As text."""
-    groups: dict[str, list[float]] = {}
+    groups = defaultdict(list)
     for found in convolutions():
         cores = "float32" if found.dtype == "float32" else "on tensor cores"
         half = "shapes of the table" if found.fitted else "other shapes"
@@ -119,12 +112,8 @@ def table() -> str:
             f"{found.card}, {found.dtype}",
         )
         for name in ("all", *names):
-            groups.setdefault(name, []).append(found.log)
-    lines = [f"{'convolutions':<70}{'number':>7}{'measured / simulated':>22}{'within 15 %':>13}{'30 %':>7}"]
-    for name, logs in groups.items():
-        shares = "".join(f"{within(logs, percent):>10.0%}" for percent in (15, 30))
-        lines.append(f"{name:<70}{len(logs):>7}{math.exp(median(logs)):>22.2f}{shares}")
-    return "\n".join(lines)
+            groups[name].append(found.log)
+    return summary("convolutions", groups)
 
 
 if __name__ == "__main__":

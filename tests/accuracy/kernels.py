@@ -81,21 +81,25 @@ def left_out(found: list[Product]) -> dict[str, list[float]]:
     return rest
 
 
+def summary(title: str, groups: dict[str, list[float]]) -> str:
+    """A line for each group of logs of measured over simulated."""
+    width = max(map(len, groups)) + 2
+    lines = [f"{title:<{width}}{'number':>7}{'measured / simulated':>22}{'within 15 %':>13}{'30 %':>7}"]
+    for name, logs in groups.items():
+        shares = f"{within(logs, 15):>10.0%}{within(logs, 30):>10.0%}"
+        lines.append(f"{name:<{width}}{len(logs):>7}{math.exp(median(logs)):>22.2f}{shares}")
+    return "\n".join(lines)
+
+
 def table() -> str:
     """As text."""
-    found = products()
-    groups = {"all": [product.log for product in found]}
+    found, groups = products(), defaultdict(list)
     for product in found:
-        groups.setdefault(product.source, []).append(product.log)
-        groups.setdefault(f"{product.card}, {product.dtype}", []).append(product.log)
-    groups |= {f"{source}, left out": logs for source, logs in sorted(left_out(found).items())}
-    lines = [f"{'products':<48}{'number':>7}{'measured / simulated':>22}{'within 15 %':>13}{'30 %':>7}"]
-    for name, logs in groups.items():
-        shares = (within(logs, percent) for percent in (15, 30))
-        lines.append(
-            f"{name:<48}{len(logs):>7}{math.exp(median(logs)):>22.2f}" + "".join(f"{share:>10.0%}" for share in shares)
-        )
-    return "\n".join(lines)
+        for name in ("all", product.source, f"{product.card}, {product.dtype}"):
+            groups[name].append(product.log)
+    return summary(
+        "products", groups | {f"{source}, left out": logs for source, logs in sorted(left_out(found).items())}
+    )
 
 
 if __name__ == "__main__":

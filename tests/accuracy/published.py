@@ -1,35 +1,37 @@
 """Figures that others measured and published, in one file (`published.csv`): a row is the settings of a program, and what it took.
 
-program: the module beside this one that runs it. kind: "time" of a step (or of the steps that settings say), "speed" (work per second),
+program: what runs it (sources.toml). kind: "time" of a step (or of the steps that settings say), "speed" (work per second),
 "kernels" (how long the GPU's kernels ran in a step, added up: what no slow host changes),
 "memory" reserved unless settings say otherwise, "ratio" and "count" where only such were published, or "fits" (1: the batch was trained; 0:
 out of memory). precision: "float32" as PyTorch's defaults have it, "tf32" (products of matrices as well), "half" (the model made float16),
 "bfloat16" (likewise), "ieee" (no TF32 at all), "AMP" (autocast to float16) or "AMP bfloat16". layout: channels "first" or "last". size: of a picture, or tokens.
 host: what the clock takes for the processor, by the date; empty: the default. settings: what else the program needs, "key=value;
-key=value". what: who published it (table.TITLES). licence: of the source's figures or code. missed: why the simulated figure is more than
+key=value". what: who published it (TITLES). licence: of the source's figures or code. missed: why the simulated figure is more than
 30 % off, "supposed:" where it is not known.
 
-How rows were chosen, never by what the clock says of them: all that a source has and the program can run, or as the program's docstring
+How rows were chosen, never by what the clock says of them: all that a source has and the program can run, or as sources.toml
 says; batch 1 and every third batch after it where a source has many (milabench, NVIDIA); of a table measured again and again the last.
 """
 
 import csv
 import math
-from collections.abc import Callable
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 TABLE = Path(__file__).parent / "published.csv"
+SOURCES = tomllib.loads((Path(__file__).parent / "sources.toml").read_text("utf-8"))
+PROGRAMS, TITLES = SOURCES["programs"], SOURCES["titles"]
 
 
 @dataclass
 class Row:
     """published and simulated: in `unit`. tolerance: percent for memory, points (hundredths) for a ratio; None: shown, not judged.
 
-    kind: "memory", "ratio" of two rows of one table, "count", "time" (of a step), "kernels" (their time in a step), "speed" (work per second), "fits" (1 or 0), or
-    "cost": measured here, and to stay below `published`, the target. note: what else a reader needs; such rows are in no statistic.
-    group: of the table by source; `source`, the program, unless given. gpus: those that worked together. missed: the reason, shown where
+    kind: "memory", "ratio" of two rows of one table, "count", "time" (of a step), "kernels" (their time in a step), "speed" (work per second), or "fits" (1 or
+    0). note: what else a reader needs; such rows are in no statistic.
+    source: the program. group: of the table by source. gpus: those that worked together. missed: the reason, shown where
     the two are far apart.
     """
 
@@ -62,8 +64,6 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        if self.kind == "cost":
-            return self.simulated <= self.published
         if self.kind == "fits":
             return self.simulated == self.published
         return None if self.tolerance is None else abs(self.difference) <= self.tolerance
@@ -76,8 +76,6 @@ class Row:
         """The difference as the table prints it."""
         if self.kind == "memory":
             return f"{self.difference:+.1f} %"
-        if self.kind == "cost":
-            return "within" if self.met else "above"
         if self.kind == "count":
             return f"{self.difference:+.0f}"
         if self.kind == "fits":
@@ -145,13 +143,3 @@ def published(program: str | None = None) -> list[Published]:
             for row in csv.DictReader(file)
         ]
     return [row for row in rows if program in (None, row.program)]
-
-
-def program(url: str, gpus: int = 1) -> Callable:
-    """Of a function that returns rows: where its figures are from, and of how many GPUs at least. Its docstring says the settings."""
-
-    def note(function: Callable[[], list[Row]]) -> Callable[[], list[Row]]:
-        function.url, function.gpus = url, gpus  # type: ignore[attr-defined]
-        return function
-
-    return note

@@ -11,11 +11,17 @@ BUILD = Path(__file__).parent.parent.parent / "build"
 
 @dataclass
 class Row:
+    """met: whether the target is; True where there is none."""
+
     what: str
     figure: float
-    unit: str
-    target: str
-    met: bool
+    unit: str = ""
+    target: str = ""
+    met: bool = True
+
+
+def below(what: str, figure: float, unit: str, target: float) -> Row:
+    return Row(what, figure, unit, f"< {target:g} {unit}", figure < target)
 
 
 def silent():

@@ -4,15 +4,12 @@ The times there are those of torch.profiler, added up over the kernels of one ca
 9.19, 2026-11-27), in three states of the second-level cache: fresh: what goes in was written just before, as in a forward pass; cold:
 256 MB were written in between; warm: the same call ran just before, as in a loop or a replayed graph. Convolutions (padded by
 kernel // 2 * dilation) and products of odd rows have fresh alone; of the convolutions, `longest` is which kernel took most of the time.
-
-    python -m tests.gpu.kernels_of_a_card     on a machine with a GPU: the same rows there, beside the table's
 """
 
 import contextlib
 import csv
 import functools
 import json
-import math
 import random
 import sys
 import time
@@ -32,26 +29,18 @@ DEVICE, FLUSH = "cuda", 64 << 20  # numbers that are written between two calls, 
 
 
 class Row(NamedTuple):
-    """Microseconds."""
+    """fresh: microseconds."""
 
     family: str
     settings: dict
     fresh: float
-    cold: float
-    warm: float
 
 
 def rows(family: str = "", card: str = "H100") -> list[Row]:
     """Of that family, or all."""
-    profiled = [
-        Row(
-            row["family"],
-            json.loads(row["settings"]),
-            *(float(row[state] or "nan") for state in ("fresh", "cold", "warm")),
-        )
-        for row in table(card, "profiled")
-    ]
-    every = profiled + [_of_a_convolution(row) for row in table(card, "convolutions")]
+    profiled = table(card, "profiled")
+    every = [Row(row["family"], json.loads(row["settings"]), float(row["fresh"])) for row in profiled]
+    every += [_of_a_convolution(row) for row in table(card, "convolutions")]
     return [row for row in every if row.family == family or not family]
 
 
@@ -97,7 +86,7 @@ def _of_a_convolution(row: dict[str, str]) -> Row:
         sides = [int(side) for side in row[name].split("x")]
         settings[name] = sides * len(size) if len(sides) == 1 else sides
     shape = [int(row["batch"]), int(row["channels"]), *size]
-    return Row("convolution", settings | {"shape": shape}, float(row["us"]), math.nan, math.nan)
+    return Row("convolution", settings | {"shape": shape}, float(row["us"]))
 
 
 class Call(NamedTuple):
@@ -118,10 +107,9 @@ def precision(settings: dict) -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
     before, matmul.allow_tf32 = matmul.allow_tf32, settings["dtype"] == "tf32"
     try:
+        tf32 = settings["dtype"] != "float32" or "kernel" not in settings
         # PyTorch's own test utilities, once imported, allow no other way to set cuDNN's
-        with torch.backends.cudnn.flags(
-            enabled=True, allow_tf32=settings["dtype"] != "float32" or "kernel" not in settings
-        ):
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
             yield
     finally:
         matmul.allow_tf32 = before
@@ -162,14 +150,18 @@ def _sum(settings: dict) -> Call:
 
 
 def _attention(settings: dict) -> Call:
-    query, key, value = (_random(settings, *settings["shape"], grad=True) for _ in range(3))
-    options = {"is_causal": settings["causal"], "dropout_p": settings["dropout"]}
-    one = _one_pass(
-        settings,
-        lambda: F.scaled_dot_product_attention(query, key, value, **options),
-        query,
-        [query, key, value],
-    )
+    """mask, where there is one: "bool", "float" or "gradient" (numbers that are learned). over: of its shape."""
+    batch, heads, queries, head = settings["shape"]
+    keys = settings.get("keys", queries)
+    inputs = [_random(settings, batch, heads, length, head, grad=True) for length in (queries, keys, keys)]
+    query, key, value = inputs
+    options = {"is_causal": settings.get("causal", False), "dropout_p": settings.get("dropout", 0.0)}
+    if "mask" in settings:
+        options["attn_mask"] = torch.rand(settings["over"], device="cuda") < 0.9
+        if settings["mask"] != "bool":
+            options["attn_mask"] = _random(settings, *settings["over"], grad=settings["mask"] == "gradient")
+        inputs += [options["attn_mask"]] if settings["mask"] == "gradient" else []
+    one = _one_pass(settings, lambda: F.scaled_dot_product_attention(query, key, value, **options), query, inputs)
     return one if settings["pas"] == "backward" else Call([query.detach(), key.detach(), value.detach()], one.run)
 
 
@@ -277,29 +269,13 @@ def _copy(settings: dict) -> Call:
     x = _viewed(settings)
     dtype = getattr(torch, settings.get("to", settings["dtype"]))
     order = torch.preserve_format if settings.get("keep") else torch.contiguous_format
-    return Call(
-        [x if "expand" not in settings else x.select(settings["expand"][0], 0)],
-        lambda: x.to(dtype, copy=True, memory_format=order),
-    )
+    fresh = x.select(settings["expand"][0], 0) if "expand" in settings else x
+    return Call([fresh], lambda: x.to(dtype, copy=True, memory_format=order))
 
 
 def _cat(settings: dict) -> Call:
     parts = [_viewed({"dtype": settings["dtype"], **part}) for part in settings["parts"]]
     return Call(parts, lambda: torch.cat(parts, settings["dim"]))
-
-
-def _masked_attention(settings: dict) -> Call:
-    """mask: "bool", "float" or "gradient" (numbers that are learned). over: of its shape."""
-    batch, heads, queries, head = settings["shape"]
-    keys = settings.get("keys", queries)
-    query, key, value = (_random(settings, batch, heads, length, head, grad=True) for length in (queries, keys, keys))
-    over = settings["over"]
-    mask = torch.rand(over, device="cuda") < 0.9
-    if settings["mask"] != "bool":
-        mask = _random(settings, *over, grad=settings["mask"] == "gradient")
-    inputs = [query, key, value, *([mask] if settings["mask"] == "gradient" else [])]
-    one = _one_pass(settings, lambda: F.scaled_dot_product_attention(query, key, value, mask), query, inputs)
-    return one if settings["pas"] == "backward" else Call([query.detach(), key.detach(), value.detach()], one.run)
 
 
 def _row_norm(settings: dict) -> Call:
@@ -332,7 +308,7 @@ MAKERS: dict[str, Callable[[dict], Call]] = {
     "row_norm": _row_norm,
     "copy": _copy,
     "cat": _cat,
-    "masked_attention": _masked_attention,
+    "masked_attention": _attention,
     "group_norm": _group_norm,
 }
 
@@ -457,20 +433,3 @@ def measure(card: str, families: Sequence[str], minutes: float = 4.5) -> Path:
 def versions() -> str:
     """Of what runs here, and the month."""
     return f"PyTorch {torch.__version__}; CUDA {torch.version.cuda}; cuDNN {torch.backends.cudnn.version()}; {time.strftime('%Y-%m')}"
-
-
-def main() -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit(
-            "no GPU here: tests/virtualgpu/timing/test_profiled_kernels.py compares the simulation with the table"
-        )
-    flush = torch.empty(FLUSH, device=DEVICE)
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; microseconds here, and in the table")
-    for row in rows():
-        with precision(row.settings):
-            here = profiled(call(row.family, row.settings), flush)
-        print(f"{row.family:<12} {json.dumps(row.settings):<110} {here:9.2f} {row.fresh:9.2f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -15,133 +15,24 @@ from unittest import mock
 
 import virtualgpu
 from tests.gpu import kernels_of_a_card
-from virtualgpu.timing import kernels, memory_bound, reductions
+from virtualgpu.timing import kernels, memory_bound
 
 TABLE = Path(memory_bound.__file__).parent / "data" / "memory_bound.csv"
-COLUMNS = (
-    "operation",
-    "traffic",
-    "wide_traffic",
-    "cycles",
-    "step",
-    "limit",
-    "launches",
-    "training",
-    "copied",
-    "elementwise",
-    "model",
-    "source",
-)
-NORMALIZATION, SOFTMAX = "Normalization.cuh", "SoftMax.cu"
+COLUMNS = ("operation", "traffic", "wide_traffic", "cycles", "step", "limit", "launches", "training", "copied")
+COLUMNS += ("elementwise", "model", "source")
 SLOW = 1.15
-# What the code of each operation says (aten/src/ATen/native and native/cuda): kernels and the like; and where it was not timed, its traffic
-GIVEN: dict[str, dict] = {
-    "native_batch_norm": {"model": "batch_norm", "traffic": 1.5, "training": 5, "source": NORMALIZATION},
-    "_native_batch_norm_legit": {"model": "batch_norm", "traffic": 1.5, "training": 5, "source": NORMALIZATION},
-    "_batch_norm_with_update": {"model": "batch_norm", "traffic": 1.5, "source": NORMALIZATION},
-    "cudnn_batch_norm": {"model": "batch_norm", "traffic": 1.5, "training": 5, "source": NORMALIZATION},
-    "native_batch_norm_backward": {
-        "model": "batch_norm_backward",
-        "traffic": 5 / 3,
-        "launches": 2,
-        "source": NORMALIZATION,
-    },
-    "batch_norm_backward": {"model": "batch_norm_backward", "traffic": 5 / 3, "launches": 2, "source": NORMALIZATION},
-    "native_group_norm": {"launches": 3, "source": "group_norm_kernel.cu"},
-    "native_group_norm_backward": {"launches": 5, "source": "group_norm_kernel.cu"},
-    "native_layer_norm": {"model": "layer_norm", "copied": "0", "source": "layer_norm_kernel.cu"},
-    "native_layer_norm_backward": {
-        "model": "row_norm_backward",
-        "launches": 2,
-        "copied": "0 1",
-        "source": "layer_norm_kernel.cu",
-    },
-    "_fused_rms_norm_backward": {"model": "row_norm_backward", "launches": 2, "source": "layer_norm_kernel.cu"},
-    "_fused_rms_norm": {"model": "rms_norm", "source": "layer_norm_kernel.cu"},
-    "_softmax": {"wide_traffic": 1.8, "limit": "softmax", "copied": "0", "source": SOFTMAX},
-    "_log_softmax": {"like": "_softmax", "wide_traffic": 1.8, "limit": "softmax", "copied": "0", "source": SOFTMAX},
-    "_softmax_backward_data": {
-        "traffic": 2.0,
-        "launches": 2,
-        "source": f"{SOFTMAX}: gradient times result is a kernel of its own",
-    },
-    "_log_softmax_backward_data": {"wide_traffic": 1.2, "limit": "softmax", "copied": "0 1", "source": SOFTMAX},
-    "max_pool2d_with_indices": {"source": "DilatedMaxPool2d.cu"},
-    "max_pool2d_with_indices_backward": {"launches": 2, "source": "DilatedMaxPool2d.cu"},
-    "avg_pool2d": {"source": "AveragePool2d.cu"},
-    "avg_pool2d_backward": {"source": "AveragePool2d.cu"},
-    "max_pool3d_with_indices": {"source": "DilatedMaxPool3d.cu"},
-    "max_pool3d_with_indices_backward": {"launches": 2, "source": "DilatedMaxPool3d.cu"},
-    "avg_pool3d": {"source": "AveragePool3d.cu"},
-    "avg_pool3d_backward": {"launches": 2, "source": "AveragePool3d.cu"},
-    "_adaptive_avg_pool2d": {"source": "AdaptiveAveragePooling.cu"},
-    "_adaptive_avg_pool2d_backward": {"launches": 2, "source": "AdaptiveAveragePooling.cu"},
-    "upsample_linear1d": {"step": 360, "cycles": 0.62, "launches": 2, "source": "UpSampleLinear1d.cu"},
-    "upsample_linear1d_backward": {"step": 360, "cycles": 0.62, "launches": 2, "source": "UpSampleLinear1d.cu"},
-    "upsample_bilinear2d": {"step": 400, "source": "UpSampleBilinear2d.cu"},
-    "upsample_bilinear2d_backward": {"model": "bilinear_backward", "launches": 2, "source": "UpSampleBilinear2d.cu"},
-    "upsample_bicubic2d": {"step": 950, "launches": 2, "source": "UpSampleBicubic2d.cu"},
-    "upsample_bicubic2d_backward": {"launches": 2, "source": "UpSampleBicubic2d.cu"},
-    "upsample_trilinear3d": {"step": 560, "source": "UpSampleTrilinear3d.cu"},
-    "upsample_trilinear3d_backward": {"step": 890, "launches": 2, "source": "UpSampleTrilinear3d.cu"},
-    **{
-        f"{name}{dims}{way}": {"source": f"UpSampleNearest{dims}.cu", "like": f"upsample_nearest{dims}{way}"}
-        for name in ("upsample_nearest", "_upsample_nearest_exact")
-        for dims in ("1d", "2d", "3d")
-        for way in ("", "_backward")
-    },
-    **{name: {"model": "reduction", "source": "Reduce.cuh"} for name in sorted(reductions.NAMES - reductions.NORMS)},
-    **{name: {"model": "norm", "source": "Reduce.cuh"} for name in sorted(reductions.NORMS)},
-    **{
-        name: {"model": "looked_up", "source": "IndexKernelUtils.cu"} for name in ("embedding", "index_select", "index")
-    },
-    "nll_loss_forward": {"model": "written", "source": "NLLLoss2d.cu"},
-    "nll_loss_backward": {"model": "written", "launches": 2, "source": "NLLLoss2d.cu"},
-    "masked_fill": {"traffic": 2.0, "launches": 2, "elementwise": "yes", "source": "a copy, filled in place"},
-    "masked_fill_": {"elementwise": "yes", "source": "IndexKernel.cu"},
-    "where": {"elementwise": "yes", "source": "TensorCompare.cu"},
-    "gelu": {"elementwise": "yes", "source": "ActivationGeluKernel.cu"},
-    "silu": {"elementwise": "yes", "source": "ActivationSiluKernel.cu"},
-    "native_dropout": {"elementwise": "yes", "source": "Dropout.cu"},
-    "_to_copy": {"traffic": 1.0, "elementwise": "yes", "source": "Copy.cu"},
-    "copy_": {"elementwise": "yes", "source": "Copy.cu"},
-    "clone": {"elementwise": "yes", "source": "Copy.cu"},
-    "index_add": {"cycles": 1.6, "launches": 2, "source": "Indexing.cu"},
-    "index_add_": {"cycles": 1.6, "source": "Indexing.cu; 1.5 to 1.7, by atomic operations"},
-    "scatter_add_": {"cycles": 2.8, "source": "ScatterGatherKernel.cu; 2.2 to 3.4, by atomic operations"},
-    "scatter_add": {"cycles": 2.8, "launches": 2, "source": "ScatterGatherKernel.cu"},
-    "cumsum": {"source": "ScanKernels.cpp"},
-    "roll": {"source": "TensorTransformations.cu"},
-    "cat": {"model": "joined", "source": "Shape.cu"},
-    "stack": {"model": "joined", "source": "Shape.cu"},
-    "constant_pad_nd": {"traffic": 1.6, "launches": 2, "source": "filled, then copied into"},
-    "embedding_dense_backward": {
-        "model": "embedding_backward",
-        "launches": memory_bound.SORTING,
-        "source": "EmbeddingBackwardKernel.cu",
-    },
-    "_embedding_bag_backward": {
-        "model": "embedding_bag_backward",
-        "launches": memory_bound.SORTING_BAGS,
-        "source": "EmbeddingBag.cu",
-    },
-    "index_put": {"launches": 9, "source": "Indexing.cu"},
-    "index_put_": {"launches": 8, "source": "Indexing.cu"},
-    "_index_put_impl_": {"launches": 8, "source": "Indexing.cu"},
-    "topk": {"launches": 4, "source": "TensorTopK.cu"},
-    "sort": {"launches": 6, "source": "Sort.cu"},
-    "nonzero": {"launches": 4, "source": "Nonzero.cu"},
-    "select_backward": {"launches": 2, "source": "zeros, and a copy into them"},
-    "slice_backward": {"launches": 2, "source": "zeros, and a copy into them"},
-    "logsumexp": {"launches": 9, "source": "ReduceOps.cpp"},
-    "multinomial": {"launches": 14, "source": "Distributions.cpp, with its checks"},
-    "binary_cross_entropy_with_logits": {"traffic": 2.0, "launches": 5, "source": "Loss.cpp"},
-    "randperm": {"launches": 12, "source": "Randperm.cu"},
-    **{
-        name: {"launches": 2, "source": "Loss.cpp: numbers, and their mean"}
-        for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
-    },
-}
+NUMBERS = {"traffic": float, "wide_traffic": float, "cycles": float, "step": int, "launches": int, "training": int}
+
+
+def given() -> dict[str, dict]:
+    """memory_bound_given.csv: what the code of each operation says (aten/src/ATen/native and native/cuda): kernels and the like; and where it was
+    not timed, its traffic."""
+    with open(Path(__file__).with_name("memory_bound_given.csv"), encoding="utf-8", newline="") as file:
+        rows = [{key: NUMBERS.get(key, str)(text) for key, text in row.items() if text} for row in csv.DictReader(file)]
+    return {row.pop("operation"): row for row in rows}
+
+
+GIVEN = given()
 
 
 def measured():

@@ -99,12 +99,10 @@ def texts(cards: Iterable[str] | None = None) -> dict[str, str]:
     """Of convolutions and attention, by name. cards: keys into SPECS; all that were measured and are not JUDGED."""
     found = [card for card in cards or kernels_of_a_card.cards() if card not in JUDGED]
     others = [card for card in PUBLISHED if card not in found]
+    kinds = ["by", "pass", "bits", "seconds", "factor", "dropped", "biased"]
     return {
         "convolutions": _text([*KIND, "factor"], (row for card in [*others, *found] for row in convolution_rows(card))),
-        "attention": _text(
-            ["by", "pass", "bits", "seconds", "factor", "dropped", "biased"],
-            (row for card in found for row in attention_rows(card)),
-        ),
+        "attention": _text(kinds, (row for card in found for row in attention_rows(card))),
     }
 
 
@@ -159,10 +157,9 @@ def _accuracy() -> list[dict[str, str]]:
 
 def _licences(sources: Collection[str]) -> list[str]:
     """The sources with licence and year."""
-    found = {
-        f"{row['source']} ({row['licence']}, {row['date']})": None for row in _accuracy() if row["source"] in sources
-    }
-    return sorted(found)
+    return sorted(
+        {f"{row['source']} ({row['licence']}, {row['date']})" for row in _accuracy() if row["source"] in sources}
+    )
 
 
 def convolution_pass(settings: dict, kernels: Kernels) -> Pass:

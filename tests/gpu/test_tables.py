@@ -27,40 +27,31 @@ def forget():
 
 def test_the_tables_are_what_the_script_writes():
     """Of the H100's convolutions a tenth, those in single precision; other cards' as a whole."""
-    others = [row for card in tables.PUBLISHED for row in tables.convolution_rows(card)]
-    for name, written, wanted in (
-        ("convolutions", others, lambda row: row["card"] != H100.name),
-        (
-            "convolutions",
-            tables.convolution_rows("H100", "float32"),
-            lambda row: row["card"] == H100.name and row["dtype"] == "float32",
-        ),
-        ("attention", tables.attention_rows("H100"), lambda row: row["card"] == H100.name),
-    ):
+
+    def stored(name: str, wanted) -> list[list[str]]:
         with open(kernels.DATA / f"{name}.csv", encoding="utf-8", newline="") as file:
-            stored = [list(row.values()) for row in csv.DictReader(file) if wanted(row)]
-        assert stored == [[str(value) for value in row] for row in written]
+            return [list(row.values()) for row in csv.DictReader(file) if wanted(row)]
+
+    def text(rows) -> list[list[str]]:
+        return [[str(value) for value in row] for row in rows]
+
+    others = [row for card in tables.PUBLISHED for row in tables.convolution_rows(card)]
+    assert stored("convolutions", lambda row: row["card"] != H100.name) == text(others)
+    single = stored("convolutions", lambda row: row["card"] == H100.name and row["dtype"] == "float32")
+    assert single == text(tables.convolution_rows("H100", "float32"))
+    assert stored("attention", lambda row: row["card"] == H100.name) == text(tables.attention_rows("H100"))
 
 
 def test_a_card_has_its_own_rows_or_those_of_its_capability():
     found = kernels.measured_rows("convolutions", H100, *KIND)
     assert len(found) > 200 and all(row["source"] and "cuDNN" in row["versions"] for row in found.values())
-    assert (
-        kernels.measured_rows("convolutions", H200, *KIND)
-        == kernels.measured_rows("convolutions", SPECS["B200"], *KIND)
-        == found
-    )
-    for card, source in (
-        ("A100-80GB", "NeuSight (MIT, 2024)"),
-        ("V100-32GB", "DeepBench (Apache-2.0, 2019)"),
-        ("RTX 2080 Ti", "dlperf"),
-    ):
-        assert any(
-            source in row["source"] for row in kernels.measured_rows("convolutions", SPECS[card], *KIND).values()
-        )
-    assert not kernels.measured_rows("convolutions", SPECS["RTX 3090"], *KIND) and not kernels.measured_rows(
-        "attention", V100, "by"
-    )
+    assert all(kernels.measured_rows("convolutions", card, *KIND) == found for card in (H200, SPECS["B200"]))
+    others = {"A100-80GB": "NeuSight (MIT, 2024)", "V100-32GB": "DeepBench (Apache-2.0, 2019)", "RTX 2080 Ti": "dlperf"}
+    for card, source in others.items():
+        rows = kernels.measured_rows("convolutions", SPECS[card], *KIND).values()
+        assert any(source in row["source"] for row in rows)
+    assert not kernels.measured_rows("convolutions", SPECS["RTX 3090"], *KIND)
+    assert not kernels.measured_rows("attention", V100, "by")
 
 
 def test_of_what_others_published_half_of_the_shapes_are_the_judge():
@@ -97,12 +88,9 @@ def test_a_new_card_is_measured_and_has_rows(tmp_path, monkeypatch):
         return 2e6 * tables.convolutions.by_the_rule(card, tables.convolution_pass(settings, card))
 
     some = kernels_of_a_card.sample(("convolution", "attention", "masked_attention"))[:600]
-    monkeypatch.setattr(kernels_of_a_card, "sample", lambda families: some)
-    monkeypatch.setattr(kernels_of_a_card, "TABLES", tmp_path)
-    monkeypatch.setattr(kernels_of_a_card, "DEVICE", "meta")
-    monkeypatch.setattr(kernels_of_a_card, "call", call)
-    monkeypatch.setattr(kernels_of_a_card, "profiled", profiled)
-    monkeypatch.setattr(kernels_of_a_card, "versions", lambda: "PyTorch 9.9")
+    stand_ins = {"sample": lambda families: some, "TABLES": tmp_path, "DEVICE": "meta", "call": call}
+    for name, stand_in in (stand_ins | {"profiled": profiled, "versions": lambda: "PyTorch 9.9"}).items():
+        monkeypatch.setattr(kernels_of_a_card, name, stand_in)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: A100.name)
     monkeypatch.setattr(kernels, "DATA", tmp_path / "data")

@@ -9,9 +9,8 @@ def different(one, other) -> str:
         same = type(one) is type(other) and (one == other or (one != one and other != other))
         return "" if same else f"{str(one)[:60]} instead of {str(other)[:60]}"
     if (one.layout, one.dtype, one.shape) != (other.layout, other.dtype, other.shape):
-        return (
-            f"{one.layout} {one.dtype} {tuple(one.shape)} instead of {other.layout} {other.dtype} {tuple(other.shape)}"
-        )
+        mine, theirs = (f"{tensor.layout} {tensor.dtype} {tuple(tensor.shape)}" for tensor in (one, other))
+        return f"{mine} instead of {theirs}"
     for mine, theirs in zip(parts(one), parts(other), strict=True):
         mine, theirs = mine.detach().cpu(), theirs.detach().cpu()
         if mine.shape != theirs.shape:
@@ -31,9 +30,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point():
         return tensor
-    return tensor.contiguous().view(
-        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    )
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(whole[tensor.dtype.itemsize])
 
 
 def storages(values) -> dict[int, int]:

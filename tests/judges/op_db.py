@@ -26,7 +26,7 @@ WITHOUT_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZ
 SLOW = 900  # seconds a process may take; one operation has its own limit, which a kernel in C++ may not heed
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], judge: str = "op_db") -> int:
     options = _options(arguments)
     BUILD.mkdir(parents=True, exist_ok=True)
     out = options.out
@@ -34,41 +34,31 @@ def main(arguments: list[str]) -> int:
     names = _known(options)
     left = names
     while left:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.judges.op_db",
-            "--worker",
-            "--out",
-            str(out),
-            *_flags(options),
-            *left[:CHUNK],
-        ]
-        with open(out.with_suffix(".log"), "a") as log:
-            process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-            )
-            try:
-                code = process.wait(SLOW * (10 if options.all else 1))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                code = process.wait()
+        words = ["--worker", "--out", str(out), *_flags(options), *left[:CHUNK]]
+        code = _process([sys.executable, "-m", "tests.judges.op_db", *words], out, SLOW * (10 if options.all else 1))
         done = {key(row) for row in read(out)}
         if code and left[0] not in done | {_now(out)}:
             print(f"op_db: a process ended with {code} before its first operation; see {out.with_suffix('.log')}")
             return 1
         if code and (name := _now(out)) not in done:
-            _note(
-                out,
-                {
-                    **dict(zip(("name", "variant"), name.split("@"), strict=True)),
-                    "outcome": "crashed",
-                    "why": [f"process ended with {code}"],
-                },
-            )
-            done.add(name)
+            name, variant = name.split("@")
+            crash = {"outcome": "crashed", "why": [f"process ended with {code}"]}
+            _note(out, {"name": name, "variant": variant, **crash})
+            done.add(f"{name}@{variant}")
         left = [name for name in left if name not in done]
     return report(read(out))
+
+
+def _process(command: list[str], out: Path, limit: int) -> int:
+    """Its exit status, after so many seconds at most."""
+    with open(out.with_suffix(".log"), "a") as log:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
 
 
 def report(rows: list[dict]) -> int:
@@ -84,16 +74,11 @@ def report(rows: list[dict]) -> int:
     for row in bad:
         print(f"{row['outcome']:8} {key(row):50} {reasons[key(row)] or '; '.join(row['why'])[:200]}")
     print()
-    table(
-        [
-            (f"{len(names)}", cause, ", ".join(names[:3]))
-            for cause, names in sorted(causes.items(), key=lambda item: -len(item[1]))
-        ]
-    )
-    judged = len(rows) - count["unjudged"]
-    print(
-        f"\nop_db: {judged - len(bad)} of {judged} right ({dict(count)}); wrong by check: {dict(checks)}; {sum(map(bool, reasons.values()))} of the wrong need not pass"
-    )
+    by_number = sorted(causes.items(), key=lambda item: -len(item[1]))
+    table([(f"{len(names)}", cause, ", ".join(names[:3])) for cause, names in by_number])
+    judged, excused_ones = len(rows) - count["unjudged"], sum(map(bool, reasons.values()))
+    print(f"\nop_db: {judged - len(bad)} of {judged} right ({dict(count)}); wrong by check: {dict(checks)};", end=" ")
+    print(f"{excused_ones} of the wrong need not pass")
     return int(not all(reasons.values()))
 
 

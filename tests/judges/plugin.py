@@ -53,7 +53,7 @@ def pytest_runtest_protocol(item):
         "last_value",
         "last_traceback",
         "last_exc",
-    ):  # a failed test's tensors, in the way of the next one
+    ):  # a failed test's tensors, in the way of the next
         vars(sys).pop(name, None)
     gc.collect()
 
@@ -64,12 +64,8 @@ def pytest_runtest_makereport(item, call):
         signal.alarm(0)
     report = (yield).get_result()
     if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
-        row = {
-            "id": item.nodeid,
-            "outcome": report.outcome,
-            "why": _why(report, call),
-            "seconds": round(time.monotonic() - item.start, 2),
-        }
+        seconds = round(time.monotonic() - item.start, 2)
+        row = {"id": item.nodeid, "outcome": report.outcome, "why": _why(report, call), "seconds": seconds}
         with open(OUT, "a") as lines:
             lines.write(json.dumps(row) + "\n")
         if report.outcome == "failed" and getattr(item.cls, "poison_pill", False):

@@ -19,6 +19,11 @@ def runner(*options: str) -> list[str]:
     return shlex.split(os.environ["RUNNER"]) if "RUNNER" in os.environ else default
 
 
+def python_path() -> str:
+    """With this project first."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 @functools.cache
 def _list() -> dict:
     return tomllib.loads((Path(__file__).parent / "need_not_pass.toml").read_text())

@@ -68,9 +68,8 @@ def with_other_numbers(sample):
     """Samples like this one, with each of ALIKE for one of its numbers, or for a tensor that may be a number as well: of its first
     three arguments."""
     places = [(sample.args, at) for at in range(len(sample.args))] + [(sample.kwargs, name) for name in sample.kwargs]
-    for owner, at in [place for place in places if isinstance(place[0][place[1]], (complex, float, int, torch.Tensor))][
-        :3
-    ]:
+    numbers = [(owner, at) for owner, at in places if isinstance(owner[at], (complex, float, int, torch.Tensor))]
+    for owner, at in numbers[:3]:
         for number in ALIKE:
             other = copy.copy(sample)
             if owner is sample.args:

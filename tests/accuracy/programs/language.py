@@ -4,10 +4,10 @@ the host; a Llama of 1.0 B parameters: trained whole, by adapters, and a word at
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from tests.accuracy import gpt, llama
 from tests.accuracy.published import Published
-from tests.accuracy.vision import Step, autocast, training
+from tests.accuracy.runner import Step, autocast, training
 
 
 def lstm(row: Published) -> Step:
@@ -82,53 +82,33 @@ def translation(row: Published) -> Step:
     return training(parameters, loss, row)
 
 
-class Block(nn.Module):
-    """Of GPT-2."""
-
-    def __init__(self, hidden: int, fused: bool):
-        super().__init__()
-        self.heads, self.fused = hidden // 64, fused
-        self.n1, self.n2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
-
-    def attend(self, x):
-        batch, length, hidden = x.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, 64).transpose(1, 2) for part in self.qkv(x).split(hidden, dim=2)
-        )
-        if self.fused:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-            scores = (q @ k.transpose(-2, -1)) * 0.125
-            y = F.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1) @ v
-        return self.out(y.transpose(1, 2).contiguous().view(batch, length, hidden))
-
-    def forward(self, x):
-        x = x + self.attend(self.n1(x))
-        return x + self.down(F.gelu(self.up(self.n2(x)), approximate="tanh"))
+class Block(gpt.Block):
+    gelu = staticmethod(gpt.tanh)
 
 
-class GPT2(nn.Module):
-    def __init__(self, vocabulary: int, length: int, fused: bool, recompute: bool, hidden: int = 768, layers: int = 12):
-        super().__init__()
-        self.vocabulary, self.recompute = vocabulary, recompute
-        self.words, self.places = nn.Embedding(vocabulary, hidden), nn.Embedding(length, hidden)
-        self.blocks, self.norm = nn.ModuleList(Block(hidden, fused) for _ in range(layers)), nn.LayerNorm(hidden)
+class PlainBlock(Block):
+    def mix(self, q, k, v):
+        seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        scores = (q @ k.transpose(-2, -1)) * 0.125
+        return F.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1) @ v
+
+
+class GPT2(gpt.GPT):
+    """forward gives the loss."""
+
+    def __init__(self, length: int, block=Block, vocabulary: int = 50304, hidden: int = 768, layers: int = 12):
+        blocks = [block(hidden, hidden // 64, bias=False) for _ in range(layers)]
+        super().__init__(vocabulary, length, hidden, blocks)
 
     def forward(self, tokens):
-        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        logits = F.linear(self.norm(x), self.words.weight)
-        return F.cross_entropy(logits.view(-1, self.vocabulary), tokens.view(-1))
+        return F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
 
 
 def gpt2(row: Published) -> Step:
     options = row.options
-    plain, vocabulary = options.get("attention") == "plain", int(options.get("vocabulary", 50304))
-    model = GPT2(vocabulary, row.size, not plain, "recompute" in options).cuda()
+    block = PlainBlock if options.get("attention") == "plain" else Block
+    model = GPT2(row.size, block, int(options.get("vocabulary", 50304))).cuda()
+    model.recompute = "recompute" in options
     tokens = torch.randint(0, 50000, (row.batch, row.size), device="cuda")
     fused = {"foreach" if options["optimizer"].endswith("foreach") else "fused": True}
     return training(model.parameters(), lambda: model(tokens), row, torch.optim.AdamW, **fused)
@@ -137,8 +117,7 @@ def gpt2(row: Published) -> Step:
 def medium(row: Published) -> Step:
     """GPT-2 medium, or 124M whose step is made of four smaller batches."""
     parts = int(row.options.get("parts", 1))
-    sizes = {"hidden": 1024, "layers": 24} if parts == 1 else {}
-    model = GPT2(50304, row.size, fused=True, recompute=False, **sizes).cuda()
+    model = GPT2(row.size, **({"hidden": 1024, "layers": 24} if parts == 1 else {})).cuda()
     tokens = torch.randint(0, 50000, (row.batch, row.size), device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -156,7 +135,7 @@ def medium(row: Published) -> Step:
 
 def offloaded(row: Published) -> Step:
     """GPT-2 124M whose saved tensors wait in the host's pinned memory."""
-    model = GPT2(50304, row.size, fused=True, recompute=False).cuda()
+    model = GPT2(row.size).cuda()
     tokens = torch.randint(0, 50000, (row.batch, row.size), device="cuda")
 
     def loss():
@@ -166,104 +145,60 @@ def offloaded(row: Published) -> Step:
     return training(model.parameters(), loss, row, torch.optim.AdamW, fused=True)
 
 
-class Layer(nn.Module):
-    """Of Llama: RMS norm, rotated queries and keys, fewer keys than queries, SwiGLU."""
-
-    def __init__(self, hidden: int, heads: int, groups: int, inner: int):
-        super().__init__()
-        self.heads, self.groups, width = heads, groups, hidden // heads
-        self.q, self.o = nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        self.k, self.v = (nn.Linear(hidden, groups * width, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, hidden, bias=False)
-        self.n1, self.n2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-
-    def heads_of(self, x, count: int):
-        return x.view(*x.shape[:2], count, -1).transpose(1, 2)
-
-    def forward(self, x, cos, sin, cache=None):
-        h = self.n1(x)
-        q, k, v = (
-            self.heads_of(self.q(h), self.heads),
-            self.heads_of(self.k(h), self.groups),
-            self.heads_of(self.v(h), self.groups),
-        )
-        q, k = turned(q, cos, sin), turned(k, cos, sin)
-        if cache is not None:
-            k, v = torch.cat([cache[0], k], dim=2), torch.cat([cache[1], v], dim=2)
-        times = self.heads // self.groups
-        k, v = k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None)
-        x = x + self.o(y.transpose(1, 2).reshape(x.shape))
-        h = self.n2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+def repeated(q, k, v, causal: bool):
+    times = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def turned(x, cos, sin):
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+SMALL = llama.Sizes(dim=2048, hidden=5632, vocabulary=32000, layers=16)  # 1.0 B parameters
 
 
-class Llama(nn.Module):
-    def __init__(self, layers: int, hidden: int, heads: int, groups: int, inner: int, vocabulary: int = 32000):
-        super().__init__()
-        self.words, self.head = nn.Embedding(vocabulary, hidden), nn.Linear(hidden, vocabulary, bias=False)
-        self.layers = nn.ModuleList(Layer(hidden, heads, groups, inner) for _ in range(layers))
-        self.norm = nn.RMSNorm(hidden)
-
-    def forward(self, tokens, cos, sin, caches=None):
-        x = self.words(tokens)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, None if caches is None else caches[i])
-        return self.head(self.norm(x))
+def block_of_llama(sizes: llama.Sizes) -> llama.Block:
+    return llama.Block(sizes, llama.Attention(sizes, repeated), nn.RMSNorm)
 
 
-def angles(length: int, width: int, dtype: torch.dtype):
-    turns = torch.outer(torch.arange(length, device="cuda"), 10000 ** -torch.linspace(0, 1, width // 2, device="cuda"))
-    turns = torch.cat([turns, turns], dim=1)
-    return turns.cos().to(dtype), turns.sin().to(dtype)
-
-
-SMALL = {"layers": 16, "hidden": 2048, "heads": 32, "groups": 8, "inner": 5632}  # 1.0 B parameters
-
-
-def llama(row: Published) -> Step:
+def llama_1b(row: Published) -> Step:
     dtype = torch.bfloat16 if row.precision == "bfloat16" else torch.float32
     with torch.device("cuda"):
-        model = Llama(**SMALL).to(dtype)
+        model = llama.Llama(SMALL, block=block_of_llama, norm=nn.RMSNorm).to(dtype)
         tokens = torch.randint(0, 32000, (row.batch, row.size))
-    cos, sin = angles(row.size, 64, dtype)
+        turns = torch.outer(torch.arange(row.size), 10000 ** -torch.linspace(0, 1, 32))
+        turns = torch.cat([turns, turns], dim=1)
+        cos, sin = turns.cos().to(dtype), turns.sin().to(dtype)
+    model.turns = lambda x: (cos, sin)
     if row.mode == "infer":
-        rows = [torch.randn(row.batch, 8, row.size, 64, device="cuda", dtype=dtype) for _ in range(2)]
-        cos, sin, caches = cos[-1:], sin[-1:], [rows] * 16
+        cache = [torch.randn(row.batch, 8, row.size, 64, device="cuda", dtype=dtype) for _ in range(2)]
+        last = cos[-1:], sin[-1:], cache
+        model.turns = lambda x: last
 
         def step():
             with torch.inference_mode():
-                return model(tokens[:, -1:], cos, sin, caches)[:, -1].argmax(-1)
+                return model(tokens[:, -1:])[:, -1].argmax(-1)
 
         return step
 
     def loss():
-        return F.cross_entropy(model(tokens, cos, sin).flatten(0, 1), tokens.flatten())
+        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
     if "adapters" in row.options:
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        model.requires_grad_(False)
         for layer in model.layers:
-            layer.q, layer.v = Adapted(layer.q), Adapted(layer.v)
+            for name in "qv":
+                adapted = llama.Adapted(getattr(layer.attention, name), rank=16, scale=2, dropout=0.05)
+                setattr(layer.attention, name, adapted)
         model.cuda().to(dtype)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return training(parameters, loss, row, torch.optim.AdamW)
 
 
-class Adapted(nn.Module):
-    """LoRA: what a layer gives, and a product of two thin matrices."""
-
-    def __init__(self, layer: nn.Linear, rank: int = 16):
-        super().__init__()
-        self.layer, self.drop = layer, nn.Dropout(0.05)
-        self.a = nn.Linear(layer.in_features, rank, bias=False)
-        self.b = nn.Linear(rank, layer.out_features, bias=False)
-
-    def forward(self, x):
-        return self.layer(x) + 2 * self.b(self.a(self.drop(x)))
+PROGRAMS = {
+    "lstm": lstm,
+    "nn.Transformer": transformer,
+    "BERT base": bert,
+    "GRU translation": translation,
+    "gpt2": gpt2,
+    "GPT-2": medium,
+    "GPT-2 on the host": offloaded,
+    "Llama 1B": llama_1b,
+}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.accuracy.published import Published
-from tests.accuracy.vision import Step, autocast, training
+from tests.accuracy.runner import Step, autocast, training
 
 
 def loaded(row: Published) -> Step:
@@ -19,8 +19,7 @@ def loaded(row: Published) -> Step:
     pinned = row.options["loader"] == "pinned prefetch"
     batches = [torch.randn(row.batch, 3, row.size, row.size) for _ in range(2)]
     batches = itertools.cycle([batch.pin_memory() for batch in batches] if pinned else batches)
-    y = torch.zeros(row.batch, dtype=torch.int64, device="cuda")
-    side = torch.cuda.Stream()
+    y, side = classes(row), torch.cuda.Stream()
 
     def copied():
         with torch.cuda.stream(side):
@@ -38,6 +37,15 @@ def loaded(row: Published) -> Step:
         return F.cross_entropy(model(x), y)
 
     return training(model.parameters(), loss, row, torch.optim.SGD, momentum=0.9)
+
+
+def pictures(row: Published, *shape: int) -> torch.Tensor:
+    """Of the row's batch and size; of so many frames, if a shape is given."""
+    return torch.randn(row.batch, 3, *shape, row.size, row.size, device="cuda")
+
+
+def classes(row: Published, *shape: int) -> torch.Tensor:
+    return torch.zeros(row.batch, *shape, dtype=torch.int64, device="cuda")
 
 
 def double(before: int, after: int) -> nn.Sequential:
@@ -68,26 +76,20 @@ class UNet(nn.Module):
 
 
 def unet(row: Published) -> Step:
-    model, x = UNet().cuda(), torch.randn(row.batch, 3, row.size, row.size, device="cuda")
-    y = torch.zeros(row.batch, row.size, row.size, dtype=torch.int64, device="cuda")
+    model, x, y = UNet().cuda(), pictures(row), classes(row, row.size, row.size)
     return training(model.parameters(), lambda: F.cross_entropy(model(x), y), row)
 
 
 def segmentation(row: Published) -> Step:
     """DeepLabv3 over a ResNet-50: dilated convolutions, and an upsampling to each pixel's class."""
     model = torchvision.models.segmentation.deeplabv3_resnet50(weights=None, weights_backbone=None, num_classes=21)
-    model, x = model.cuda(), torch.randn(row.batch, 3, row.size, row.size, device="cuda")
-    y = torch.zeros(row.batch, row.size, row.size, dtype=torch.int64, device="cuda")
+    model, x, y = model.cuda(), pictures(row), classes(row, row.size, row.size)
     return training(model.parameters(), lambda: F.cross_entropy(model(x)["out"], y), row, torch.optim.SGD, momentum=0.9)
 
 
 def video(row: Published) -> Step:
     """Clips of 16 pictures: three-dimensional convolutions."""
-    model, x = (
-        torchvision.models.video.r3d_18().cuda(),
-        torch.randn(row.batch, 3, 16, row.size, row.size, device="cuda"),
-    )
-    y = torch.zeros(row.batch, dtype=torch.int64, device="cuda")
+    model, x, y = torchvision.models.video.r3d_18().cuda(), pictures(row, 16), classes(row)
     return training(model.parameters(), lambda: F.cross_entropy(model(x), y), row, torch.optim.SGD, momentum=0.9)
 
 
@@ -112,8 +114,7 @@ def recipe(row: Published) -> Step:
     mean = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
-    x = torch.randn(row.batch, 3, row.size, row.size, device="cuda").to(memory_format=torch.channels_last)
-    y = torch.zeros(row.batch, dtype=torch.int64, device="cuda")
+    x, y = pictures(row).to(memory_format=torch.channels_last), classes(row)
     weights, means = list(model.parameters()), list(mean.parameters())
 
     def step():
@@ -134,10 +135,7 @@ def recipe(row: Published) -> Step:
 def correct(row: Published) -> Step:
     """How many of a batch are right, asked of each."""
     model = torchvision.models.resnet34().cuda().eval()
-    x, y = (
-        torch.randn(row.batch, 3, row.size, row.size, device="cuda"),
-        torch.zeros(row.batch, dtype=torch.int64, device="cuda"),
-    )
+    x, y = pictures(row), classes(row)
 
     def step():
         with torch.inference_mode(), autocast(row):
@@ -151,10 +149,13 @@ class Residual(nn.Module):
 
     def __init__(self, before: int, after: int):
         super().__init__()
-        self.first = nn.Sequential(nn.GroupNorm(32, before), nn.SiLU(), nn.Conv2d(before, after, 3, padding=1))
-        self.time = nn.Linear(512, after)
-        self.second = nn.Sequential(nn.GroupNorm(32, after), nn.SiLU(), nn.Conv2d(after, after, 3, padding=1))
+        self.first, self.time = self.half(before, after), nn.Linear(512, after)
+        self.second = self.half(after, after)
         self.skip = nn.Conv2d(before, after, 1) if before != after else nn.Identity()
+
+    @staticmethod
+    def half(before: int, after: int) -> nn.Sequential:
+        return nn.Sequential(nn.GroupNorm(32, before), nn.SiLU(), nn.Conv2d(before, after, 3, padding=1))
 
     def forward(self, x, time):
         return self.skip(x) + self.second(self.first(x) + self.time(time)[:, :, None, None])
@@ -165,11 +166,8 @@ class Mixed(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.norm, self.qkv, self.out = (
-            nn.GroupNorm(32, width),
-            nn.Conv2d(width, 3 * width, 1),
-            nn.Conv2d(width, width, 1),
-        )
+        self.norm, self.qkv = nn.GroupNorm(32, width), nn.Conv2d(width, 3 * width, 1)
+        self.out = nn.Conv2d(width, width, 1)
 
     def forward(self, x):
         batch, width, tall, wide = x.shape
@@ -205,13 +203,13 @@ class Denoiser(nn.Module):
 
 
 def diffusion(row: Published) -> Step:
-    model, pictures = Denoiser().cuda(), torch.randn(row.batch, 3, row.size, row.size, device="cuda")
+    model, x = Denoiser().cuda(), pictures(row)
     kept = torch.linspace(0.999, 0.01, 1000, device="cuda")
 
     def loss():
         time = torch.randint(0, 1000, (row.batch,), device="cuda")
-        noise, share = torch.randn_like(pictures), kept[time][:, None, None, None]
-        return F.mse_loss(model(share.sqrt() * pictures + (1 - share).sqrt() * noise, time.float()), noise)
+        noise, share = torch.randn_like(x), kept[time][:, None, None, None]
+        return F.mse_loss(model(share.sqrt() * x + (1 - share).sqrt() * noise, time.float()), noise)
 
     return training(model.parameters(), loss, row, torch.optim.AdamW)
 
@@ -255,7 +253,7 @@ def critic(row: Published) -> Step:
 
     layers = [nn.Conv2d(3, 64, 4, 2, 1), nn.LeakyReLU(0.2), *block(64, 128), *block(128, 256), *block(256, 512)]
     model = nn.Sequential(*layers, nn.Conv2d(512, 1, 4), nn.Flatten()).cuda()
-    true, false = (torch.randn(row.batch, 3, row.size, row.size, device="cuda") for _ in range(2))
+    true, false = pictures(row), pictures(row)
 
     def loss():
         share = torch.rand(row.batch, 1, 1, 1, device="cuda")
@@ -264,3 +262,16 @@ def critic(row: Published) -> Step:
         return model(false).mean() - model(true).mean() + 10 * (slope.flatten(1).norm(dim=1) - 1).square().mean()
 
     return training(model.parameters(), loss, row)
+
+
+PROGRAMS = {
+    "unet": unet,
+    "deeplabv3_resnet50": segmentation,
+    "r3d_18": video,
+    "SimCLR": contrast,
+    "resnet50 recipe": recipe,
+    "resnet34 correct": correct,
+    "diffusion": diffusion,
+    "dcgan": dcgan,
+    "WGAN-GP": critic,
+}

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.accuracy.published import Published
-from tests.accuracy.vision import Step, training
+from tests.accuracy.runner import Step, training
 
 
 def perceptron(row: Published) -> Step:
@@ -22,16 +22,10 @@ def perceptron(row: Published) -> Step:
 def autoencoder(row: Published) -> Step:
     """PyTorch's example of a VAE: digits, 128 at a time; the loss is printed."""
     with torch.device("cuda"):
-        first, mean, spread, third, last = (
-            nn.Linear(784, 400),
-            nn.Linear(400, 20),
-            nn.Linear(400, 20),
-            nn.Linear(20, 400),
-            nn.Linear(400, 784),
-        )
+        sizes = (784, 400), (400, 20), (400, 20), (20, 400), (400, 784)
+        first, mean, spread, third, last = layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
         x = torch.rand(row.batch, 1, row.size, row.size)
-    parameters = [parameter for layer in (first, mean, spread, third, last) for parameter in layer.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=1e-3)
+    optimizer = torch.optim.Adam(layers.parameters(), lr=1e-3)
 
     def step():
         optimizer.zero_grad()
@@ -50,8 +44,10 @@ def autoencoder(row: Published) -> Step:
 
 def policy(row: Published) -> Step:
     """PPO: 64 moves of many small worlds, then four epochs of updates."""
-    actor = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).cuda()
-    critic = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).cuda()
+    actor, critic = (
+        nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)).cuda()
+        for outputs in (4, 1)
+    )
     optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=2.5e-4, eps=1e-5)
     world = torch.randn(row.size, row.batch, 64, device="cuda")
 
@@ -167,3 +163,16 @@ def optimizer(row: Published) -> Step:
         return torch.optim.SGD(parameters, momentum=0.9, weight_decay=1e-4).step
     options = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}[kind]
     return torch.optim.AdamW(parameters, **options).step
+
+
+PROGRAMS = {
+    "perceptron": perceptron,
+    "VAE": autoencoder,
+    "PPO": policy,
+    "dlrm": dlrm,
+    "gnn": gnn,
+    "factors": factors,
+    "PointNet": points,
+    "wav2vec": speech,
+    "optimizer": optimizer,
+}

@@ -26,11 +26,9 @@ from unittest import mock
 import torch
 
 import virtualgpu
-from tests.accuracy import kernels
-from tests.judges.card import mixers, pictures, words
-from tests.judges.card.training import Step
+from tests.accuracy import kernels, runner
+from tests.judges.card.programs import PROGRAMS, Step
 
-PROGRAMS = {**words.PROGRAMS, **pictures.PROGRAMS, **mixers.PROGRAMS}
 MEASURED = Path(__file__).with_name("measured.csv")
 FIGURES = ("kernels_ms", "ms", "allocated_mib", "reserved_mib")
 # cuBLAS's workspaces are kept, as PyTorch had it before 2.15
@@ -41,14 +39,10 @@ COPIES = ("HtoD", "DtoH")
 
 def simulate(name: str, card: str, host: str) -> dict[str, float]:
     with virtualgpu.dry_run(1, like=card, host=host):
-        step, clock = PROGRAMS[name](), virtualgpu.machine().clock
+        step = PROGRAMS[name]()
         _warm(step)
-        start, before = clock.host, clock.computing[0]
-        for _ in range(STEPS):
-            step()
-        torch.cuda.synchronize()
-        taken = {"kernels_ms": clock.computing[0] - before, "ms": clock.host - start}
-        return {key: 1000 * seconds / STEPS for key, seconds in taken.items()} | _memory()
+        took = runner.measured(step, steps=1, mean=STEPS)
+        return {"kernels_ms": 1000 * took.kernels, "ms": 1000 * took.seconds} | _memory()
 
 
 def measure(name: str, seconds: float = 0.35) -> dict[str, float]:
@@ -77,10 +71,8 @@ def _warm(step: Step) -> None:
 
 
 def _memory() -> dict[str, float]:
-    return {
-        "allocated_mib": torch.cuda.max_memory_allocated() / 2**20,
-        "reserved_mib": torch.cuda.max_memory_reserved() / 2**20,
-    }
+    most = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return {f"{kind}_mib": nbytes / 2**20 for kind, nbytes in most.items()}
 
 
 def _profiled(step: Step) -> float:
@@ -99,11 +91,8 @@ def _profiled(step: Step) -> float:
 def measured(card: str) -> dict[str, dict[str, float]]:
     """The table's rows of that card, by program."""
     with open(MEASURED, encoding="utf-8", newline="") as file:
-        return {
-            row["program"]: {key: float(row[key]) for key in FIGURES}
-            for row in csv.DictReader(file)
-            if row["card"] == card
-        }
+        rows = [row for row in csv.DictReader(file) if row["card"] == card]
+    return {row["program"]: {key: float(row[key]) for key in FIGURES} for row in rows}
 
 
 def within(factors: list[float], percent: float) -> float:
@@ -151,7 +140,7 @@ def _measure(path: str, only: list[str]) -> int:
     return 0
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], judge: str = "card") -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.judges card", description=__doc__.splitlines()[0])
     parser.add_argument("--card", default="H100")
     parser.add_argument("--host", default="2026", help="a name in hardware/data/hosts.toml (%(default)s)")
