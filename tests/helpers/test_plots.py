@@ -144,6 +144,7 @@ def test_layers_lie_on_each_other_below_the_names_of_the_phases(figures):
 
 def test_a_long_title_is_not_cut_off(figures):
     plots.curves({"a": [1, 2]}, "Notebook 02's cut, 7 blocks: 388 ms, " * 4, "x", "y")
+    figures[0].canvas.draw()
     assert figures[0]._suptitle.get_window_extent().x1 < figures[0].bbox.x1
 
 
