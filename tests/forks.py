@@ -71,7 +71,7 @@ forks.become"""
 # In what an environment may differ from that of the Python that is forked: what nothing reads when PyTorch is imported
 OWN = re.compile(
     prefork.OF_RANKS.pattern
-    + "|HELPERS_GPUS|PATH|PYTHONPATH|TMPDIR|HOME|USERPROFILE|CUDA_MODULE_LOADING|TRITON_INTERPRET|OMP_(NUM_THREADS|WAIT_POLICY)|TORCHELASTIC_.*|TORCH_NCCL_.*|(GROUP|ROLE|LOCAL)_.*"
+    + "|HELPERS_GPUS|PATH|PYTHONPATH|TMPDIR|HOME|USERPROFILE|CUDA_MODULE_LOADING|TRITON_INTERPRET|OMP_(NUM_THREADS|WAIT_POLICY)|TORCHELASTIC_.*|TORCH_NCCL_.*|(GROUP|ROLE|LOCAL)_.*|JPY_PARENT_PID|TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 )
 BEFORE = cli.defaults({}) | os.environ  # what tests set is theirs
 _one = threading.Lock()  # at a time has this process's environment replaced

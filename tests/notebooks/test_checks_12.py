@@ -95,14 +95,6 @@ def test_a_row_of_the_table_comes_out_again(name):
     assert [row[0] for row in TABLES[name]] == [*plan_llama.layouts(run)]
 
 
-@pytest.mark.judge
-def test_two_depths_give_the_whole_model():
-    run = dict(model="3B", card="A100-80GB", gpus=16, network="HDR", texts=32, length=4096)
-    layout = dict(tp=1, replicas=2, checkpointing="selective", micro_batch=1)
-    seconds, _, before, after = plan_llama.one_rank(run, layout, 28, 2)
-    assert plan_llama.trial(run, layout) == pytest.approx((seconds, max(before, after)), rel=0.02)
-
-
 CLUSTER = dict(nodes=64, between=2000 * 3600.0, save=60.0, restart=1500.0)
 RETURNED = "return interval, spares, share"
 
