@@ -9,6 +9,7 @@ import stat
 
 import nbval.kernel
 import pytest
+import series
 from hypothesis import HealthCheck, Phase, settings
 
 # The same programs on each run, so that a red test is not luck; HYPOTHESIS_PROFILE=deep looks for new ones.
@@ -24,7 +25,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # Where tests start processes or train. What is left, `pytest -m "not slow" tests`, answers in half a minute.
 SLOW = re.compile(
     r"tests/(virtualgpu/(run|engine|distributed|sanitizer|timing/test_(clock|streams)|memory/test_(events|out_of_memory)|torch_api/test_(data_parallel|hooks|files)|session/test_session|test_programs)"
-    r"|notebooks/test_(checks|notebook|train|pipeline)|helpers/test_(faults|tuning|ranks|oom)|tools/test_(classroom|run)|virtualgpu/test_package)"
+    r"|notebooks/test_(checks|notebook|train|pipeline)|helpers/test_(faults|tuning|predictions|cells)|tools/test_(classroom|run)|virtualgpu/test_package)"
 )
 
 GOOD_LINES = "\n".join(
@@ -58,11 +59,12 @@ def stop_as_a_reader_does(running):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the slow ones, and begin with them (the notebooks first), so that at the end no processor waits for a long one."""
+    """Mark the slow ones, and begin with them (the notebooks first, the longest of them), so that at the end no processor waits for a long one."""
     for item in items:
         if SLOW.search(item.path.as_posix()):
             item.add_marker("slow")
-    items.sort(key=lambda item: 0 if item.path.suffix == ".ipynb" else 1 if item.get_closest_marker("slow") else 2)
+    places = {path: place for place, path in enumerate(series.longest_first(series.notebooks()), -100)}
+    items.sort(key=lambda item: places.get(item.path, 1 if item.get_closest_marker("slow") else 2))
 
 
 @pytest.fixture(autouse=True, scope="module")

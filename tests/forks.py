@@ -6,6 +6,7 @@ and sitecustomize are not in them: a test that is about these starts a Python of
 """
 
 import atexit
+import contextlib
 import os
 import re
 import runpy
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -71,7 +73,7 @@ forks.become"""
 # In what an environment may differ from that of the Python that is forked: what nothing reads when PyTorch is imported
 OWN = re.compile(
     prefork.OF_RANKS.pattern
-    + "|HELPERS_GPUS|PATH|PYTHONPATH|TMPDIR|HOME|USERPROFILE|CUDA_MODULE_LOADING|TRITON_INTERPRET|OMP_(NUM_THREADS|WAIT_POLICY)|TORCHELASTIC_.*|TORCH_NCCL_.*|(GROUP|ROLE|LOCAL)_.*|JPY_PARENT_PID|TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    + "|HELPERS_GPUS|PATH|PYTHONPATH|TMPDIR|HOME|USERPROFILE|CUDA_MODULE_LOADING|TRITON_INTERPRET|OMP_(NUM_THREADS|WAIT_POLICY)|TORCHELASTIC_.*|TORCH_NCCL_.*|(GROUP|ROLE|LOCAL)_.*|JPY_PARENT_PID|CLICOLOR(_FORCE)?|FORCE_COLOR|TERM|(GIT_)?PAGER|MPLBACKEND|TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 )
 BEFORE = cli.defaults({}) | os.environ  # what tests set is theirs
 _one = threading.Lock()  # at a time has this process's environment replaced
@@ -136,6 +138,9 @@ class Popen(subprocess.Popen):
         if pid is None:
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)
         self.pid, self._child_created = pid, True
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            while others[-2] and os.getpgid(pid) != pid:  # or who asks for its group, to interrupt it, would get ours
+                time.sleep(0.001)
         return self._close_pipe_fds(to_child, from_parent, to_parent, from_child, error_to_parent, errors)
 
 

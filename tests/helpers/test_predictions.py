@@ -51,7 +51,8 @@ CELLS = {
     "bar": "for i in helpers.progress(range(2), 'work'):\n    pass\nhelpers.reveal(guess, 3)",
     "fails": "print('before')\nraise ValueError('x')\nhelpers.reveal(guess, 3)",
     "not asked": "print('open')",
-    "answered": "guess = 3\nprint('d')\nhelpers.reveal(guess, 3, 'ms')",
+    "answered": "guess = 3",
+    "open": "print('d')\nhelpers.reveal(guess, 3, 'ms')",
 }  # fmt: skip
 
 
@@ -79,4 +80,4 @@ def test_a_cell_without_a_prediction_is_folded_as_a_whole(monkeypatch):
     error, said = sorted(outputs["fails"], key=lambda output: output.output_type)
     assert (said.text, error.evalue) == ("before\n", "x")
     assert [output.text for output in outputs["not asked"]] == ["open\n"]
-    assert [output.text for output in outputs["answered"]] == ["d\nsimulated: 3 ms\nyou said: 3 ms (right)\n"]
+    assert [output.text for output in outputs["open"]] == ["d\nsimulated: 3 ms\nyou said: 3 ms (right)\n"]
