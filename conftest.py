@@ -31,11 +31,14 @@ def executed_as_by_a_reader(kernel, source, allow_stdin=None):
 
 nbval.kernel.RunningKernel.execute_cell_input = executed_as_by_a_reader
 
-from tests import forks  # noqa: E402 - it notes the environment
-
-jupyter_client.launcher.Popen = forks.Popen  # kernels, and programs of cells: without the seconds in which each imports PyTorch
-
 HOST_MEMORY = 4 << 30  # bytes: a lesson's kernel takes no more, so that it runs on a small laptop
+
+
+def pytest_configure(config):
+    """Kernels, and programs that cells start, without the seconds in which each imports PyTorch."""
+    from tests import forks  # it notes the environment, which is set by now
+
+    jupyter_client.launcher.Popen = forks.Popen
 
 
 @pytest.hookimpl(wrapper=True)
