@@ -92,7 +92,7 @@ def dots(groups: Mapping[str, Sequence[float]], title: str, xlabel: str, origin:
 def bars(values: Mapping[str, float], title: str, xlabel: str, origin: Origin, kept: bool = False) -> None:
     """One horizontal bar a name, the largest on top, with its figure. kept: in the order given, the first on top, with a color
     for what stands before a name's comma."""
-    ordered = dict(reversed(values.items()) if kept else sorted(values.items(), key=lambda item: item[1]))
+    ordered = dict([*values.items()][::-1] if kept else sorted(values.items(), key=lambda item: item[1]))
     kinds = [*dict.fromkeys(name.split(",")[0] for name in values)] if kept else []
     colors = [COLORS[kinds.index(name.split(",")[0]) if kept else 0] for name in ordered]
     with figures.drawn(title, origin, 0.8 + 0.3 * len(ordered), xlabel=xlabel) as axes:
