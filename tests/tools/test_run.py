@@ -240,14 +240,17 @@ def test_a_signal_leaves_no_process(folder, tmp_path_factory, number, status):
     environ = {**os.environ, "TMPDIR": str(temporary)}
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ)
     started = [root / "notebooks" / f"started{number}" for number in (1, 5)]
-    wait_until(lambda: process.poll() is not None or all(path.exists() for path in started), 60)
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) >= 2, "the kernels"
-    assert not (root / "notebooks" / "started2").exists(), "the longest are begun first"
-    process.send_signal(number)
-    printed, _ = process.communicate(timeout=30)
-    assert process.returncode == status and ("Interrupted" in printed) == (number == 2)
-    assert not psutil.wait_procs(family, timeout=30)[1]
+    try:
+        wait_until(lambda: process.poll() is not None or all(path.exists() for path in started), 120)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 2, "the kernels"
+        assert not (root / "notebooks" / "started2").exists(), "the longest are begun first"
+        process.send_signal(number)
+        printed, _ = process.communicate(timeout=30)
+        assert process.returncode == status and ("Interrupted" in printed) == (number == 2)
+        assert not psutil.wait_procs(family, timeout=30)[1]
+    finally:
+        process.kill()
     left = [path.name for path in temporary.iterdir()]
     assert all(name.startswith("virtualgpu-") for name in left) and bool(left) == (number == 9)
 
