@@ -1,5 +1,6 @@
 """Python programs without the three seconds in which each imports PyTorch: each in a fork of a process that has imported PyTorch and virtualgpu,
-and nothing more. What such a program finds is what it would find in a new Python: virtualgpu/run/prefork.py says how.
+and nothing more. What such a program finds is what it would find in a new Python: virtualgpu/run/prefork.py says how. Notebooks' kernels, too
+(conftest.py).
 
 `run` and `Popen` are for commands, also for what those start in turn (the runner its program, torchrun its ranks). Python's own end, its flags
 and sitecustomize are not in them: a test that is about these starts a Python of its own.
