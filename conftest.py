@@ -34,6 +34,12 @@ nbval.kernel.RunningKernel.execute_cell_input = executed_as_by_a_reader
 HOST_MEMORY = 4 << 30  # bytes: a lesson's kernel takes no more, so that it runs on a small laptop
 
 
+def pytest_collection_modifyitems(items):
+    """Of the notebooks the longest first, so that at the end no processor waits for one."""
+    places = {path: place for place, path in enumerate(series.longest_first(series.notebooks()))}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 def pytest_configure(config):
     """Kernels, and programs that cells start, without the seconds in which each imports PyTorch."""
     from tests import forks  # it notes the environment, which is set by now

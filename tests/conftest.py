@@ -9,7 +9,6 @@ import stat
 
 import nbval.kernel
 import pytest
-import series
 from hypothesis import HealthCheck, Phase, settings
 
 # The same programs on each run, so that a red test is not luck; HYPOTHESIS_PROFILE=deep looks for new ones.
@@ -59,12 +58,11 @@ def stop_as_a_reader_does(running):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the slow ones, and begin with them (the notebooks first, the longest of them), so that at the end no processor waits for a long one."""
+    """Mark the slow ones, and begin with them (the notebooks first), so that at the end no processor waits for a long one."""
     for item in items:
         if SLOW.search(item.path.as_posix()):
             item.add_marker("slow")
-    places = {path: place for place, path in enumerate(series.longest_first(series.notebooks()), -100)}
-    items.sort(key=lambda item: places.get(item.path, 1 if item.get_closest_marker("slow") else 2))
+    items.sort(key=lambda item: 0 if item.path.suffix == ".ipynb" else 1 if item.get_closest_marker("slow") else 2)
 
 
 @pytest.fixture(autouse=True, scope="module")
