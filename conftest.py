@@ -5,8 +5,8 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
-import jupyter_client.launcher
 import nbval.kernel
 import pytest
 
@@ -29,7 +29,16 @@ def executed_as_by_a_reader(kernel, source, allow_stdin=None):
     return kernel.kc.execute(source, allow_stdin=allow_stdin, stop_on_error=False)
 
 
+def start_forked_kernel(*args, start=nbval.kernel.start_new_kernel, **options):
+    """nbval's, but that the kernel and the programs that its cells start are without the seconds in which each imports PyTorch."""
+    from tests import forks  # it notes the environment, which is set by now
+
+    with mock.patch("jupyter_client.launcher.Popen", forks.Popen):
+        return start(*args, **options)
+
+
 nbval.kernel.RunningKernel.execute_cell_input = executed_as_by_a_reader
+nbval.kernel.start_new_kernel = start_forked_kernel
 
 HOST_MEMORY = 4 << 30  # bytes: a lesson's kernel takes no more, so that it runs on a small laptop
 
@@ -38,13 +47,6 @@ def pytest_collection_modifyitems(items):
     """Of the notebooks the longest first, so that at the end no processor waits for one."""
     places = {path: place for place, path in enumerate(series.longest_first(series.notebooks()))}
     items.sort(key=lambda item: places.get(item.path, len(places)))
-
-
-def pytest_configure(config):
-    """Kernels, and programs that cells start, without the seconds in which each imports PyTorch."""
-    from tests import forks  # it notes the environment, which is set by now
-
-    jupyter_client.launcher.Popen = forks.Popen
 
 
 @pytest.hookimpl(wrapper=True)
