@@ -7,7 +7,6 @@ and sitecustomize are not in them: a test that is about these starts a Python of
 """
 
 import atexit
-import contextlib
 import itertools
 import os
 import re
@@ -145,9 +144,12 @@ class Popen(subprocess.Popen):
         if pid is None:
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)
         self.pid, self._child_created = pid, True
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            while others[-2] and os.getpgid(pid) != pid:  # or who asks for its group, to interrupt it, would get ours
-                time.sleep(0.001)
+        for _ in range(
+            30_000 if others[-2] else 0
+        ):  # its group is its own soon: who asks for it, to interrupt it, must not get ours
+            if os.getpgid(pid) == pid or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                break
+            time.sleep(0.001)
         return self._close_pipe_fds(to_child, from_parent, to_parent, from_child, error_to_parent, errors)
 
 
