@@ -5,6 +5,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import nbval.kernel
 import pytest
@@ -36,10 +37,25 @@ def stop_as_a_reader_does(running):
     del running.km
 
 
+def start_forked_kernel(*args, start=nbval.kernel.start_new_kernel, **options):
+    """nbval's, but that the kernel and the programs that its cells start are without the seconds in which each imports PyTorch."""
+    from tests import forks  # it notes the environment, which is set by now
+
+    with mock.patch("jupyter_client.launcher.Popen", forks.Popen):
+        return start(*args, **options)
+
+
 nbval.kernel.RunningKernel.execute_cell_input = executed_as_by_a_reader
 nbval.kernel.RunningKernel.stop = stop_as_a_reader_does
+nbval.kernel.start_new_kernel = start_forked_kernel
 
 HOST_MEMORY = 4 << 30  # bytes: a lesson's kernel takes no more, so that it runs on a small laptop
+
+
+def pytest_collection_modifyitems(items):
+    """Of the notebooks the longest first, so that at the end no processor waits for one."""
+    places = {path: place for place, path in enumerate(series.longest_first(series.notebooks()))}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -96,7 +96,7 @@ def alone_on_t4(worker: Callable, *args, ask: str, timeout: float = 60) -> str |
     return found.replace("rank 0", "your code") if isinstance(found, str) else found[0]
 
 
-def alone(worker: Callable, *args, timeout: float = 60) -> str | None:
+def alone(worker: Callable, *args, timeout: float = 60) -> Any:
     """What worker(*args) says in a process of its own, so that an endless loop ends with it; or what went wrong there."""
     try:
         return launch(worker, *args, nprocs=1, timeout=timeout)[0]

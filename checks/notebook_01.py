@@ -99,7 +99,7 @@ def survives(save: Callable, timeout: float = 60) -> str | None:
 
 
 def _survives(save: Callable, path: Path) -> str | None:
-    moment, doing = 1, "begins"
+    moment, doing = 1, "begins"  # type: int, str | None
     while doing:
         shutil.rmtree(path.parent, ignore_errors=True)  # with what the one before left there, be it folders
         path.parent.mkdir()

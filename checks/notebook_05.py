@@ -110,7 +110,8 @@ class _Trial(_Stand):
 
     def __init__(self, number: int, losses: list[float]):
         self.trial_id, self.status, self.losses = str(number), "PENDING", losses
-        self.rounds, self.last_result = 0, {}
+        self.rounds = 0
+        self.last_result: dict[str, float] = {}
 
     def work(self) -> None:
         """One round; it takes a second."""

@@ -5,6 +5,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -183,7 +184,13 @@ def _trace(calls: list[Call], kept: int = 2000) -> dict:
 
 def _entry(number: int, call: str, sizes: list[list[int]], ended: bool) -> dict:
     types = ["Float"] * len(sizes)
-    entry = {"collective_seq_id": number, "op_id": number, "record_id": number - 1, "p2p_seq_id": 0, "is_p2p": False}
+    entry: dict[str, Any] = {
+        "collective_seq_id": number,
+        "op_id": number,
+        "record_id": number - 1,
+        "p2p_seq_id": 0,
+        "is_p2p": False,
+    }
     entry |= {"profiling_name": f"gloo:{call}", "process_group": ["1", "undefined"], "pg_id": 1, "retired": ended}
     entry |= {"input_sizes": sizes, "output_sizes": sizes, "input_dtypes": types, "output_dtypes": types}
     entry |= {"time_created_ns": 1_764_000_000_000_000_000 + number * 1_000_000, "time_discovered_started_ns": 0}

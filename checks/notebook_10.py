@@ -6,7 +6,7 @@ import fnmatch
 import logging
 import random
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ def shards_adam(make: Callable) -> str | None:
     draws = random.Random(draw())
     seed, rate = draws.randrange(1000), draws.uniform(0.02, 0.06)
     ask = "does every rank call the same collectives, in the same order, with tensors of one size?"
+    found: Any = []
     for kind, options in (
         (torch.optim.SGD, {"lr": rate, "momentum": 0.9}),
         (torch.optim.Adam, {"lr": rate / 10}),

@@ -8,7 +8,7 @@ import numbers
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from IPython.display import display
 
@@ -37,13 +37,13 @@ def reveal(guess: Value, answer: Value, unit: str = "", origin: str = "simulated
 def judged(guess: Value, answer: Value, unit: str = "") -> str:
     """What is said of a prediction."""
     if _several(answer):
-        if not _several(guess) or len(guess) != len(answer):
-            return f"{len(answer)} answers are wanted, in a list"
-        return "; ".join(judged(one, other, unit) for one, other in zip(guess, answer, strict=True))
-    said, true = _number(guess), _number(answer)
-    if said is None or true is None:
+        if _several(guess) and len(guess) == len(answer):
+            return "; ".join(judged(one, other, unit) for one, other in zip(guess, answer, strict=True))
+        return f"{len(answer)} answers are wanted, in a list"
+    of_guess, of_answer = _number(guess), _number(answer)
+    if of_guess is None or of_answer is None:
         return "right" if _words(guess) == _words(answer) else "not so"
-    (said, said_unit), (true, true_unit) = said, true
+    (said, said_unit), (true, true_unit) = of_guess, of_answer
     unit = unit or said_unit or true_unit
     direction = "high" if said > true else "low"
     if unit.startswith("%"):
@@ -55,7 +55,7 @@ def judged(guess: Value, answer: Value, unit: str = "") -> str:
     return f"too {direction} by a factor of {max(said / true, true / said):.2g}"
 
 
-def _several(value: Any) -> bool:
+def _several(value: Any) -> TypeGuard[Sequence]:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
@@ -110,7 +110,7 @@ class _Fold(io.TextIOBase):
         if not result.success:  # what was printed before an error is to be seen
             print(*(text for text, page in self.held if not page), sep="", end="")
             return
-        said = []
+        said: list[str] = []
         for is_page, group in itertools.groupby(self.held, key=lambda part: bool(part[1])):
             texts, pages = zip(*group, strict=True)
             said += pages if is_page else [f"<pre>{html.escape(''.join(texts))}</pre>"]

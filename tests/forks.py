@@ -1,11 +1,13 @@
 """Python programs without the three seconds in which each imports PyTorch: each in a fork of a process that has imported PyTorch and virtualgpu,
-and nothing more. What such a program finds is what it would find in a new Python: virtualgpu/run/prefork.py says how.
+and nothing more. What such a program finds is what it would find in a new Python: virtualgpu/run/prefork.py says how. Notebooks' kernels, too
+(conftest.py).
 
 `run` and `Popen` are for commands, also for what those start in turn (the runner its program, torchrun its ranks). Python's own end, its flags
 and sitecustomize are not in them: a test that is about these starts a Python of its own.
 """
 
 import atexit
+import itertools
 import os
 import re
 import runpy
@@ -14,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -71,7 +74,7 @@ forks.become"""
 # In what an environment may differ from that of the Python that is forked: what nothing reads when PyTorch is imported
 OWN = re.compile(
     prefork.OF_RANKS.pattern
-    + "|HELPERS_GPUS|PATH|PYTHONPATH|TMPDIR|HOME|USERPROFILE|CUDA_MODULE_LOADING|TRITON_INTERPRET|OMP_(NUM_THREADS|WAIT_POLICY)|TORCHELASTIC_.*|TORCH_NCCL_.*|(GROUP|ROLE|LOCAL)_.*"
+    + "|HELPERS_GPUS|PATH|PYTHONPATH|TMPDIR|HOME|USERPROFILE|CUDA_MODULE_LOADING|TRITON_INTERPRET|OMP_(NUM_THREADS|WAIT_POLICY)|TORCHELASTIC_.*|TORCH_NCCL_.*|(GROUP|ROLE|LOCAL)_.*|JPY_PARENT_PID|CLICOLOR(_FORCE)?|FORCE_COLOR|TERM|(GIT_)?PAGER|MPLBACKEND|PYDEVD_USE_FRAME_EVAL|TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 )
 BEFORE = cli.defaults({}) | os.environ  # what tests set is theirs
 _one = threading.Lock()  # at a time has this process's environment replaced
@@ -114,7 +117,8 @@ class _Within(WarmPython):
 
 
 class Popen(subprocess.Popen):
-    """subprocess.Popen for `python program.py arguments`, `python -c code` and `python -m module`; all else is started as ever."""
+    """subprocess.Popen for `python program.py arguments`, `python -c code`, `python -m module`, and what a launch's ranks are forked from;
+    all else is started as ever."""
 
     python: WarmPython | None = None
 
@@ -122,7 +126,10 @@ class Popen(subprocess.Popen):
         to_child, from_parent, to_parent, from_child, error_to_parent, errors = others[3:9]
         words = [] if isinstance(args, (str, bytes)) else [os.fsdecode(word) for word in args]
         pid = None
-        if _is_python(words) and preexec_fn is None and not pass_fds and others[-1] == -1:
+        server = words[-2:-1] == ["-c"] and "multiprocessing.forkserver" in words[-1]
+        if server:
+            words = [words[0], *words[-2:]]  # without the flags of this Python, which the fork has
+        if _is_python(words) and preexec_fn is None and (server or (not pass_fds and others[-1] == -1)):
             Popen.python = Popen.python or WarmPython(BEFORE)
             ends = (to_child, from_child, errors)
             told = (
@@ -131,11 +138,18 @@ class Popen(subprocess.Popen):
                 os.fspath(cwd or os.getcwd()),
                 ends,
                 others[-2],
+                sorted(pass_fds),
             )
-            pid = Popen.python.fork(f"{BEGIN}(*{told!r})", told[1], [end for end in ends if end > 2])
+            pid = Popen.python.fork(f"{BEGIN}(*{told!r})", told[1], [end for end in (*ends, *pass_fds) if end > 2])
         if pid is None:
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)
         self.pid, self._child_created = pid, True
+        for _ in range(
+            30_000 if others[-2] else 0
+        ):  # its group is its own soon: who asks for it, to interrupt it, must not get ours
+            if os.getpgid(pid) == pid or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                break
+            time.sleep(0.001)
         return self._close_pipe_fds(to_child, from_parent, to_parent, from_child, error_to_parent, errors)
 
 
@@ -168,12 +182,17 @@ def _is_python(words: Sequence[str]) -> bool:
     return what in ("-c", "-m", "-mpytest") or (what[:1] != "-" and os.path.isfile(what))
 
 
-def become(words: list[str], environ: dict[str, str], folder: str, ends: Sequence[int], session: bool) -> None:
-    """In the fork: this command, to its end."""
+def become(
+    words: list[str], environ: dict[str, str], folder: str, ends: Sequence[int], session: bool, kept: list[int]
+) -> None:
+    """In the fork: this command, to its end. kept: open files; who is given some has a process group of its own."""
     for stream, end in enumerate(ends):
         if end >= 0:
             os.dup2(end, stream)
-    os.closerange(3, 1 << 12)
+    for before, after in itertools.pairwise([2, *kept, 1 << 12]):
+        os.closerange(before + 1, after)
+    if kept:
+        os.setpgid(0, 0)
     if session:
         os.setsid()
     os.environ.clear()

@@ -5,9 +5,8 @@ in notebooks/figures/.
     plots.utilization(monitor, "GPU 0 waits for GPU 1")
 """
 
-from helpers.plots.allocation import stacked
 from helpers.plots.devices import timeline, timelines, utilization
 from helpers.plots.frames import slider
-from helpers.plots.series import bars, curves, dots, sweep
+from helpers.plots.series import bars, curves, dots, stacked, sweep
 
 __all__ = ["bars", "curves", "dots", "slider", "stacked", "sweep", "timeline", "timelines", "utilization"]

@@ -19,8 +19,8 @@ KINDS |= BELOW
 def utilization(monitor: Monitor, title: str) -> None:
     """Percent in use, one line a device, iteration by iteration, over those in which a reading was due; one that failed is a gap."""
     due = sorted({iteration for iteration, _ in monitor.samples if iteration < len(monitor.step_times)})
-    settings = {"xlabel": "iteration", "ylabel": "utilization (%)", "ylim": (-3, 108)}
-    with figures.drawn(title, monitor.source.origin, **settings) as axes:
+    axis = {"xlabel": "iteration", "ylabel": "utilization (%)", "ylim": (-3, 108)}
+    with figures.drawn(title, monitor.source.origin, 3.0, **axis) as axes:
         rows = monitor.utilization()
         figures.lines(axes, due, {device: [rows[device][iteration] for iteration in due] for device in rows})
         axes.xaxis.get_major_locator().set_params(integer=True)

@@ -6,7 +6,7 @@ import io
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 from IPython.display import display
@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image  # matplotlib needs it, too
 
-Origin = Literal["measured", "simulated", "data"]
+Origin = str  # "measured", "simulated" or "data"
 
 # Okabe and Ito's palette: told apart by colour-blind readers too
 COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]

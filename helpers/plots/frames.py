@@ -41,11 +41,11 @@ def slider(draw: Callable[[Any], None], values: Sequence[Any] | Mapping[str, Any
     Raises ValueError where it draws another number of pictures.
     """
     named = values if isinstance(values, Mapping) else {str(value): value for value in values}
-    token = FRAMES.set([])
+    frames: list[tuple[str, str]] = []
+    token = FRAMES.set(frames)
     try:
         for value in named.values():
             draw(value)
-        frames = FRAMES.get()
     finally:
         FRAMES.reset(token)
     if len(frames) != len(named):

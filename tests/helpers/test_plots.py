@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import helpers
 import virtualgpu
 from helpers import data, plots
-from helpers.plots import devices
 from helpers.plots import figures as drawing
 from notebooks.figures import lesson_01
 from virtualgpu.monitor import Reading, Source
@@ -107,20 +105,20 @@ def highest(axes):
     # kept as given, a color for each kind
     (lambda: plots.bars({"one": 1, "many, 0": 5, "many, 1": 3}, "t", "MiB", "simulated", kept=True),
      lambda axes: (texts(axes.get_yticklabels()), len({bar.get_facecolor() for bar in axes.patches})), (["many, 1", "many, 0", "one"], 2)),
-    (lambda: plots.sweep([1, 2], {"a": [90, 95]}, "t", "GPUs", "%", "simulated", ylim=(0, 100)), lambda axes: axes.get_ylim(), (0, 100)),
+    # points have the color of the line that they name
+    (lambda: plots.sweep([1, 2], {"a": [1, 2], "b": [3, 4]}, "t", "GPUs", "%", "simulated", {"formula, b": {1: 2}, "others": {2: 3}}, (0, 9)),
+     lambda axes: ([drawing.COLORS.index(line.get_color()) for line in axes.lines], axes.get_ylim()), ([0, 1, 1, 3], (0, 9))),
     (numbered, lambda axes: texts(axes.texts)[:3], ["0", "1", "2"]),
     (weights_last, legend, ["weight gradient"]),
     (lambda: of_slots(["F0", "B0"], until=0.005), lambda axes: (axes.get_xlim(), axes.get_xlabel()), ((0, 5), "slots")),
-    (lambda: of_slots(until=1.0), lambda axes: axes.get_xlim(), (0, 1000)),
     # a pipeline's bars have the numbers of their micro-batches
     (lambda: of_rank(part(0, 0, "F", 0), part(1, 0, "F", 1), part(2, 0, "B", 0), part(3, 0, "B", 1)),
      lambda axes: [(text.get_text(), text.get_position()) for text in axes.texts[:4]],
      [("0", (500, 0)), ("1", (1500, 0)), ("0", (2500, 0)), ("1", (3500, 0))]),
     # gathers and reduce-scatters that follow each other have a color each
-    *[(lambda names=names: of_rank(*[Span(0, start, start + 1, "communication", names[start % 2], 7) for start in range(4)]),
-       lambda axes: (legend(axes), {bars.get_label(): len(bars.get_paths()) for bars in axes.collections if bars.get_paths()}, axes.texts[-1].get_text()),
-       (["all-gather", "reduce-scatter"], {"all-gather": 2, "reduce-scatter": 2}, "0 % computing"))
-      for names in (("all_gather 16 MiB", "reduce_scatter 16 MiB"), ("ncclAllGather_RING", "ncclReduceScatter_RING"))],
+    (lambda: of_rank(*[Span(0, start, start + 1, "communication", ("all_gather 16 MiB", "ncclReduceScatter_RING")[start % 2], 7) for start in range(4)]),
+     lambda axes: (legend(axes), {bars.get_label(): len(bars.get_paths()) for bars in axes.collections if bars.get_paths()}, axes.texts[-1].get_text()),
+     (["all-gather", "reduce-scatter"], {"all-gather": 2, "reduce-scatter": 2}, "0 % computing")),
     # waiting for other ranks is drawn as waiting, in grey
     (lambda: of_rank(*[Span(0, *when, kind, kind, 7 * (kind != "forward")) for kind, *when in (("forward", 0, 1), ("waiting", 1, 3), ("communication", 3, 4))]),
      lambda axes: (legend(axes), axes.texts[-1].get_text(), len({*next(bars for bars in axes.collections if bars.get_label() == "waiting").get_facecolor()[0][:3]})),
@@ -144,26 +142,10 @@ def test_layers_lie_on_each_other_below_the_names_of_the_phases(figures):
     assert legend(axes) == ["activations", "parameters"]
 
 
-def test_points_have_the_color_of_the_line_that_they_name(figures):
-    points = {"formula, b": {1: 2}, "others": {2: 3}}
-    plots.sweep([1, 2], {"a": [1, 2], "b": [3, 4]}, "title", "GPUs", "%", "simulated", points=points)
-    a, b, formula, others = (line.get_color() for line in figures[0].axes[0].lines)
-    assert formula == b and others not in (a, b)
-
-
 def test_a_long_title_is_not_cut_off(figures):
-    plots.bars({"a": 1.0}, "Notebook 02's cut, 7 blocks: 388 ms, " * 4, "ms", "simulated")
+    plots.curves({"a": [1, 2]}, "Notebook 02's cut, 7 blocks: 388 ms, " * 4, "x", "y")
     figures[0].canvas.draw()
     assert figures[0]._suptitle.get_window_extent().x1 < figures[0].bbox.x1
-
-
-@pytest.mark.parametrize("disabled", [None, "1"])
-def test_the_bar_is_drawn_unless_disabled(monkeypatch, disabled):
-    monkeypatch.delenv("TQDM_DISABLE", raising=False)
-    if disabled:
-        monkeypatch.setenv("TQDM_DISABLE", disabled)
-    bar = helpers.progress(range(3), "epochs")
-    assert bar.disable == bool(disabled) and list(bar) == [0, 1, 2]
 
 
 def test_timelines_share_an_axis_of_time_and_a_legend(figures):
@@ -200,27 +182,15 @@ def test_a_slider_holds_a_picture_for_each_value(shown):
 
 
 def test_what_fit_tried_stands_beside_the_cards_memory():
-    some = Trial("T4", 1, {"batch-size": "8"}, "fits", 4 << 30, 16 << 30, 0.5, 1, samples=8, used=1)
+    some = Trial("T4", 1, {"batch-size": "8"}, "fits", 4 << 30, 16 << 30, 0.5, 1, samples=25_000, used=1)
     full = some._replace(values={"batch-size": "64"}, status="out of memory", step=None, samples=None)
-    _, (memory, speed) = drawing.new(ncols=2)
-    table.draw(memory, speed, [some, full, some._replace(card="L4", gpus=2, samples=16)], drawing.COLORS)
+    figure, (memory, speed) = drawing.new(ncols=2)
+    table.draw(memory, speed, [some, full, some._replace(card="L4", gpus=2, samples=50_000)], drawing.COLORS)
+    drawing.FigureCanvasAgg(figure).draw()
     assert texts(memory.get_yticklabels()) == ["T4, batch-size 8", "T4, batch-size 64", "2 x L4, batch-size 8"]
     assert [bar.get_width() for bar in memory.patches] == [4, 4, 4]
     assert [line.get_xdata()[0] for line in memory.lines] == [16] * 3
     assert "out of memory" in texts(speed.texts)
-    assert [bar.get_width() for bar in speed.patches] == [16, 32] and "samples" in speed.get_xlabel()
-
-
-def test_the_numbers_below_what_fit_tried_find_room():
-    fast = Trial("T4", 1, {}, "fits", 4 << 30, 16 << 30, 0.5, 1, samples=50_000, used=1)
-    figure, (memory, speed) = drawing.new(ncols=2)
-    table.draw(memory, speed, [fast], drawing.COLORS)
-    drawing.FigureCanvasAgg(figure).draw()
-    labels = [label.get_window_extent() for label in speed.get_xticklabels() if label.get_text()]
-    assert len(labels) > 2 and all(left.x1 < right.x0 for left, right in itertools.pairwise(labels))
-
-
-def test_each_kind_of_work_has_a_color_of_its_own():
-    """But for "kernel", which stands where a profiler cannot tell what a kernel is for."""
-    colors = [color for kind, color in devices.KINDS.items() if kind != "kernel"]
-    assert len(set(colors)) == len(colors)
+    assert [bar.get_width() for bar in speed.patches] == [50_000, 100_000] and "samples" in speed.get_xlabel()
+    numbers = [label.get_window_extent() for label in speed.get_xticklabels() if label.get_text()]
+    assert len(numbers) > 2 and all(left.x1 < right.x0 for left, right in itertools.pairwise(numbers)), "they find room"

@@ -9,7 +9,7 @@ from tests.processes import HURRY
 from virtualgpu.run import ranks
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_gpus_before(monkeypatch):
     """As in a notebook before its first cell: virtual GPUs when somebody asks for some, and none is left."""
     monkeypatch.setenv("HELPERS_GPUS", "virtual")

@@ -1,6 +1,5 @@
 """The graders of notebook 01: a checkpoint that brings everything back, a save that survives a kill, a backbone that stays frozen."""
 
-import io
 import os
 import shutil
 import tempfile
@@ -11,32 +10,24 @@ from torch import nn
 import checks
 from notebooks.scripts import train_ddp
 from tests.notebooks.answers import PASSED, table
-from tests.processes import no_end
 
-ENDLESS = "after 60 seconds your code has not come to an end: is there a loop without one?"
-OPTIMIZER, KEY = 'optimizer.load_state_dict(saved["optimizer"])', 'numpy_state["state"]["key"].tolist()'
+OPTIMIZER = 'optimizer.load_state_dict(saved["optimizer"])'
 
 test_resumes = table(checks.resumes, "01", "pack unpack", [
     (('model.load_state_dict(saved["model"])\n', "pass\n"), "the model is not"),
-    ((OPTIMIZER, "pass"), "the optimizer is not"),
     # the momentum alone, and not the learning rate, which a schedule has changed
     ((OPTIMIZER, 'optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer"]["state"]})'), "the optimizer is not"),
     (('averaged.update(saved["averaged"])', 'averaged = saved["averaged"]'), "the average is not"),  # binds a local name
     (('torch.set_rng_state(saved["torch"])', "pass"), "next random number"),
     (('np.random.set_state(saved["numpy"])', "pass"), "NumPy's next random number would be another one"),
     ((".tolist()", ""), "torch.load does not open your file (UnpicklingError ... goes in as a list (.tolist())"),
-    (("numpy_state,", 'numpy_state, "best": np.mean([0.5, 0.75]),'), "torch.load does not open your file (UnpicklingError ... a number of NumPy's by .item()"),
     (("model.state_dict()", "model", 'saved["model"]', 'saved["model"].state_dict()'),
      "has to go through torch.load, which refuses it for torch.nn.modules.container.Sequential"),
-    (("numpy_state,", 'numpy_state, "load": lambda: 1,'), "your code raised"),
     # a cheat: it stays in the process
     (("def pack", "ASIDE = {}\n\n\ndef pack", "return {", "ASIDE.update({", "numpy_state,\n    }", "numpy_state,\n    })\n    return {}", "saved[", "ASIDE["),
      "your code raised KeyError: 'model'"),
-    ((OPTIMIZER, "while True: pass"), ENDLESS),
+    ((OPTIMIZER, "while True: pass"), "after 60 seconds your code has not come to an end: is there a loop without one?"),
     (("return {", "return list({", "numpy_state,\n    }", "numpy_state,\n    }.values())", "    model.load", '    saved = dict(zip(("model", "optimizer", "averaged", "torch", "numpy"), saved))\n    model.load'), PASSED),
-    (("torch.get_rng_state()", "torch.get_rng_state().tolist()", 'saved["torch"]', 'torch.tensor(saved["torch"], dtype=torch.uint8)'), PASSED),
-    ((KEY, 'torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))', "    np.random.set",
-      '    saved["numpy"]["state"]["key"] = saved["numpy"]["state"]["key"].numpy().astype(np.uint32)\n    np.random.set'), PASSED),
     (("    numpy_state = ", "    torch.manual_seed(7)\n    numpy_state = ", 'torch.set_rng_state(saved["torch"])', "torch.manual_seed(7)"), PASSED),
 ])  # fmt: skip
 
@@ -59,38 +50,29 @@ def in_another_folder(state, path):
         os.unlink(file.name)
 
 
-def in_a_new_folder(below: str, end: str) -> tuple[str, ...]:
-    opened = f'with tempfile.TemporaryDirectory(dir={below}) as folder, open(folder + "/new", "wb") as file:'
-    return (
-        'with open(part, "wb") as file:',
-        opened,
-        "    os.replace(part, path)",
-        f'        {end}(folder + "/new", path)',
-    )
-
-
 OPENED = "killed right after a.pt was opened for writing, the earlier checkpoint is gone"
 PART, REPLACE = 'path.with_suffix(".part")', "os.replace(part, path)"
+# on the checkpoint's disk all the same
+BESIDE = (
+    'with open(part, "wb") as file:',
+    'with tempfile.TemporaryDirectory(dir=path.parent.parent) as folder, open(folder + "/new", "wb") as file:',
+    "    os.replace(part, path)",
+    '        os.replace(folder + "/new", path)',
+)
 
 test_survives = table(checks.survives, "01", "save_atomically", [
     ((PART, "path"), OPENED),
-    (('open(part, "wb")', "io.BytesIO()", "os.fsync(file.fileno())", "path.write_bytes(file.getvalue())", REPLACE, "return"), OPENED),
     (with_a_way_back, OPENED),
     ((REPLACE, "shutil.copyfile(part, path)"), OPENED),
-    (in_a_new_folder("path.parent", "shutil.copyfile"), OPENED),
-    ((PART, "path", "    with open", '    os.replace(path, path.with_suffix(".old"))\n    with open'), OPENED),  # the earlier one is kept aside
     ((REPLACE, "path.unlink()\n    os.rename(part, path)"), "killed before a rename, there is no file of that name any more"),
     (in_another_folder, "your second file lies in another folder"),
     ((REPLACE, "return"), "the file still holds the earlier state"),
     ((REPLACE, f'{REPLACE}\n    torch.save(state, path.with_suffix(".bak"))'), "a.bak is left behind"),
-    ((PART, 'path.parent / "new" / "a.pt"', "    with open", "    part.parent.mkdir()\n    with open"), "new is left behind"),
     (lambda state, path: 1 / 0, "your code raised ZeroDivisionError"),
-    (no_end, ENDLESS),
     (('open(part, "wb")', "tempfile.NamedTemporaryFile(dir=path.parent, delete=False)", REPLACE, "os.rename(file.name, path)"), PASSED),
-    (in_a_new_folder("path.parent", "os.replace"), PASSED),
-    (in_a_new_folder("path.parent.parent", "os.replace"), PASSED),  # on the checkpoint's disk all the same
+    (BESIDE, PASSED),
     (train_ddp.save, PASSED),
-], io=io, shutil=shutil, tempfile=tempfile)  # fmt: skip
+], shutil=shutil, tempfile=tempfile)  # fmt: skip
 
 
 class Net(nn.Module):
@@ -111,10 +93,7 @@ FREEZE, SLEEP = "self.backbone[:7].requires_grad_(False)", "        self.backbon
 NO_TRAIN = "    def train(self, mode=True):\n        super().train(mode)\n" + SLEEP + "        return self\n", ""
 
 test_frozen = table(checks.frozen, "01", "HalfFrozenNet", [
-    ((FREEZE, "pass"), "frozen parameters moved, backbone.1.weight first"),
     ((SLEEP, ""), "9 BatchNorm buffers did, backbone.2.running_mean first"),
-    ((SLEEP, "", FREEZE, FREEZE + ".eval()"), "after model.train()?"),  # once: the first model.train() of a training undoes it
-    (("super().train(mode)", "super().train(False)"), "too much is frozen: backbone.8.running_mean"),
     ((FREEZE, FREEZE.replace("7", "8")), "too much is frozen: backbone.7.weight"),
     ((FREEZE, "self.requires_grad_(False)"), "no parameter is left to train"),
     ((FREEZE, f"{FREEZE}\n        torch.nn.init.zeros_(self.backbone[1].weight)"), "1 tensors of backbone[:7] are not the trained ones"),
@@ -122,8 +101,6 @@ test_frozen = table(checks.frozen, "01", "HalfFrozenNet", [
     (("super().train(mode)", "super().train()"), "after model.eval(), which is model.train(False), the model is still"),
     (("        return self\n", ""), "model.train() returns None, and not the model"),
     (lambda: None, "returns None; a model is wanted"),
-    (no_end, ENDLESS),
     (("def train(self, mode=True):\n        super().train(mode)", "def forward(self, x):", "return self", "return super().forward(x)"), PASSED),
-    ((*NO_TRAIN, FREEZE, f"{FREEZE}\n        self.register_forward_pre_hook(lambda net, x: net.backbone[:7].eval() and None)"), PASSED),
     ((*NO_TRAIN, FREEZE, "for layer in self.backbone[:7]:\n            layer.requires_grad_(False).eval().train = lambda mode=True, layer=layer: layer"), PASSED),
 ], Net, "backbone[:7]", SignNet=Net)  # fmt: skip

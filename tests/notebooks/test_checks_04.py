@@ -1,15 +1,11 @@
 """The graders of notebook 04: averaging by hand, and talking beside backward. Numbers are drawn anew each time."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import checks
-import virtualgpu
-from tests.notebooks.answers import PASSED, solution, table
+from tests.notebooks.answers import PASSED, table
 from tests.processes import no_end
-
-pytestmark = pytest.mark.usefixtures("no_gpus_before")
 
 
 def in_one_message(model):
@@ -20,19 +16,13 @@ def in_one_message(model):
 
 
 SUM, DIVIDE = "dist.all_reduce(parameter.grad)", "parameter.grad /= dist.get_world_size()"
-GATHER = "grads = [torch.empty_like(parameter.grad) for _ in range(3)]\n        dist.all_gather(grads, parameter.grad)"
 
 test_averages = table(checks.averages, "04", "average_gradients", [
     (("dist.get_world_size()", "2"), "1.50 times as long as DDP's"),  # right on two ranks alone
-    ((DIVIDE, "pass"), "3.00 times as long as DDP's"),
     ((SUM, "dist.all_reduce(parameter.grad / 3)", DIVIDE, "pass"), "are as backward left them: was a copy averaged"),
-    ((SUM, "dist.broadcast(parameter.grad, src=0)", DIVIDE, "pass"), "times as long as DDP's"),  # the ranks agree
     (lambda model: model.zero_grad(), "0.00 times as long as DDP's"),
-    (lambda model: undefined, "raised NameError"),  # noqa: F821
     (no_end, "after 20 seconds rank 0 stands in ... in no_end ... ?"),
     (in_one_message, PASSED),
-    ((SUM, GATHER, DIVIDE, "parameter.grad.copy_(torch.stack(grads).mean(0))"), PASSED),
-    ((SUM, "dist.reduce(parameter.grad, dst=0)", DIVIDE, DIVIDE + "\n        dist.broadcast(parameter.grad, src=0)"), PASSED),
 ])  # fmt: skip
 
 REDUCE = "works.append(dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, async_op=True))"
@@ -46,20 +36,9 @@ ON_A_STREAM = (
 
 test_talks_early = table(checks.talks_early, "04", "talk_early", [
     ((HOOK, "pass", WAIT, f"for parameter in model.parameters():\n            {AT_ONCE}"), "only 0% of the talking is beside backward's computing"),
-    ((REDUCE, f"{AT_ONCE}\n        torch.cuda.synchronize()"), "of the talking is beside backward's computing"),  # early, and waits at once
     ((REDUCE, SUMMED), "in step 0, on rank 0 a gradient is 3.00 times as long as DDP's: is a sum left undivided"),
     (("return finish", "return lambda: None"), "a work that all_reduce(..., async_op=True) returned was never waited for"),
-    (("in model.parameters()", "in [*model.parameters()][1:]"), "in step 0, on rank 0 a gradient is"),
-    ((REDUCE, "parameter.grad /= 2\n        " + SUMMED), "in step 0, on rank 0 a gradient is 1.50 times as long"),
     (lambda model: None, "talk_early should return a function, which is called after backward"),
     ((REDUCE, SUMMED, WAIT, WAIT + "\n        for p in model.parameters():\n            p.grad /= dist.get_world_size()"), PASSED),
-    ((REDUCE, "parameter.grad /= dist.get_world_size()\n        " + SUMMED), PASSED),
     (("works = []", "stream = torch.cuda.Stream()", REDUCE, ON_A_STREAM, WAIT, "torch.cuda.current_stream().wait_stream(stream)"), PASSED),
 ])  # fmt: skip
-
-
-def test_the_notebooks_gpus_stay_as_they_are(says):
-    virtualgpu.gpus(4)
-    x = torch.ones(3, device="cuda:3")
-    says(PASSED, checks.averages, *solution("04", "average_gradients"))
-    assert torch.cuda.device_count() == 4 and x.sum().item() == 3

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json
@@ -11,46 +10,23 @@ from torch.nn import functional as F
 import checks
 from checks import notebook_08
 from tests.notebooks.answers import PASSED, table
-from tests.processes import no_end
 
-pytestmark = pytest.mark.usefixtures("no_gpus_before")
-
-COUNT, LOSS, WORLD = (
-    "    dist.all_reduce(count)",
-    'F.cross_entropy(scores, labels, reduction="sum")',
-    " * dist.get_world_size()",
-)
+COUNT, LOSS = "    dist.all_reduce(count)", 'F.cross_entropy(scores, labels, reduction="sum")'
+WORLD = " * dist.get_world_size()"
 OWN = "    own = count.clone()\n" + COUNT
 RETURNED = "total / count" + WORLD
-# the number is the mean over ranks; the gradient is that of the own mean
-MEANS = (
-    "F.cross_entropy(scores, labels)\n    mean = total.detach().clone()\n    dist.all_reduce(mean, dist.ReduceOp.AVG)"
-)
 LOGARITHMS = "(-scores.log_softmax(1).gather(1, labels.clamp_min(0)[:, None])[:, 0] * (labels != -100)).sum()"
-GATHERED = "    counts = [None] * dist.get_world_size()\n    dist.all_gather_object(counts, int(count))"
-ELSEWHERE, ANOTHER_SUM = (
-    "where texts differ in length the gradients point elsewhere",
-    "where texts differ in length the gradients are ... by which number is the sum of the losses divided?",
-)
-OTHER_CALLS = "the ranks do not call the same collectives: one is in all_reduce of 1 number, another in"
 
 test_weighs_tokens_alike = table(checks.weighs_tokens_alike, "08", "token_mean", [
-    (F.cross_entropy, ELSEWHERE + " ... over whose labels is the mean?"),
-    ((COUNT, "", WORLD, ""), ELSEWHERE),  # by the own count
-    ((LOSS, MEANS, RETURNED, "total + (mean - total).detach()"), ELSEWHERE),
-    ((RETURNED, "total / labels.numel()"), ANOTHER_SUM),
-    ((RETURNED, "total"), ANOTHER_SUM),
+    (F.cross_entropy, "where texts differ in length the gradients point elsewhere ... over whose labels is the mean?"),
+    ((RETURNED, "total"), "where texts differ in length the gradients are ... by which number is the sum of the losses divided?"),
     ((WORLD, ""), "the gradients are 0.33 times those of one big batch: DDP adds up the ranks' gradients and divides by 3"),
     # right gradients, but the mean over no label is nan
     ((COUNT, OWN, LOSS, "F.cross_entropy(scores, labels) * own"), "where rank 1 has nothing but padding the loss of rank 1 is nan: is anything divided by a number of labels"),
     ((COUNT, OWN, LOSS, LOGARITHMS + " / own * own"), "where rank 1 has nothing but padding the ... nan: is anything divided by a number of labels"),
-    ((COUNT, "    if count:\n    " + COUNT), OTHER_CALLS),
-    ((COUNT, "    if dist.get_rank() == 0:\n    " + COUNT), OTHER_CALLS),
+    ((COUNT, "    if count:\n    " + COUNT), "the ranks do not call the same collectives: one is in all_reduce of 1 number, another in"),
     ((RETURNED, f"({RETURNED}).item()"), "token_mean returns float: one number is wanted, on which backward()"),
     (lambda scores, labels: scores, "token_mean returns a tensor of [64, 30]"),
-    (lambda scores, labels: scores.nothing, "raised AttributeError"),
-    (no_end, "after 20 seconds ... in no_end"),
-    ((COUNT, GATHERED, LOSS, LOGARITHMS, RETURNED, "total * len(counts) / sum(counts)"), PASSED),
     ((".sum()\n", ".sum().float()\n", COUNT, "    dist.all_reduce(count, dist.ReduceOp.AVG)", WORLD, ""), PASSED),  # the mean holds the number of ranks already
     ((COUNT, OWN, LOSS, "F.cross_entropy(scores, labels) * own if own else scores.sum() * 0"), PASSED),
 ])  # fmt: skip
@@ -65,15 +41,10 @@ def first(code: str) -> tuple[str, str]:
 
 
 LENGTHS = '    lengths = [len(trace["entries"]) for trace in traces]\n    if len({*lengths}) > 1:\n        return lengths.index(min(lengths))\n'
-STATUS = """    counts = [int(trace["pg_status"]["1"]["last_enqueued_collective"]) for trace in traces]
-    if min(counts) < max(counts):
-        return counts.index(min(counts))
-"""
 LAST = "where one rank has not made the last call, who_hangs "
 
 test_names_the_culprit = table(checks.names_the_culprit, "08", "who_hangs", [
     (lambda traces: None, LAST + "returned None; the others wait for one rank"),
-    (lambda traces: 9, LAST + "returned 9; it is rank"),
     ((RANK, RANK + "\n    return 0"), "where all have called the same, who_hangs returned 0; nobody waits"),
     ((ALL, "[max(own, default=0) for own in calls]"), "where seven ranks are in all_reduce of [[1]] ... returned None; ... : compare names and sizes"),
     ((CALL, 'call["profiling_name"]'), "is in all_reduce of [[2]], who_hangs returned None; ... : compare names and sizes"),
@@ -83,10 +54,7 @@ test_names_the_culprit = table(checks.names_the_culprit, "08", "who_hangs", [
     (first("    if not all(calls):\n        return None\n"), "where one rank has called nothing yet, who_hangs returned None"),
     ((RANK, "            return [rank]"), LAST + "returned [ ... a rank's number is wanted"),
     (lambda traces: traces.nothing, LAST + "raised AttributeError"),
-    (no_end, "after 20 seconds ... is there a loop without one?"),
-    ((ODD, "        if call != max(there, key=there.count):"), PASSED),
     ((RANK, "            return torch.tensor(rank)"), PASSED),
-    (first(STATUS), PASSED),
 ], torch=torch)  # fmt: skip
 
 

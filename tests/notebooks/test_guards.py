@@ -4,17 +4,18 @@ import itertools
 import re
 
 import lesson_text
-import nbformat
 import pytest
 import series
 import stamp
 from nbval.plugin import get_sanitize_patterns
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 NOTEBOOKS = series.notebooks()
 PRIVATE = re.compile(r"/(?:home|root|Users|tmp|work|var/folders|content)/[\w.-]+|[A-Z]:\\Users|site-packages/")
 
 
-@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem, scope="module")
 def notebook(request):
     return series.read(request.param)
 
@@ -28,21 +29,21 @@ def texts(output):
     return [value for kind, value in output.data.items() if kind.startswith("text/")] + [str(output.metadata)]
 
 
-def test_there_are_notebooks():
-    assert NOTEBOOKS
-
-
 def test_each_cell_was_run_in_order_and_from_the_top(notebook):
     counts = [cell.execution_count for cell in series.code_cells(notebook)]
     assert counts == list(range(1, len(counts) + 1)), "run `make store`"
 
 
-def test_a_cell_that_prints_has_its_output(notebook):
-    """nbval passes a cell whose output was stripped: so a cell that ends in print(...) or plots must have one."""
+def test_each_cell_is_compared(notebook):
+    """nbval passes a cell whose output was stripped, and an error that nobody stored."""
     for cell in series.code_cells(notebook):
-        last = cell.source.rstrip().splitlines()[-1]
-        if last.startswith(("print(", "plots.", "checks.")):
+        tags, kinds = series.tags(cell), {output.output_type for output in cell.outputs}
+        assert tags <= series.TAGS, f"unknown tag in {tags}; known: {sorted(series.TAGS)}"
+        assert "NBVAL_" not in cell.source, "use a tag, not a comment in the reader's code"
+        if cell.source.rstrip().splitlines()[-1].startswith(("print(", "plots.", "checks.")):
             assert cell.outputs, cell.source
+        assert ("raises-exception" in tags) == ("error" in kinds), cell.source
+        assert not {"raises-exception", "nbval-ignore-output"} <= tags, cell.source
 
 
 def test_no_line_runs_out_of_the_cell(notebook):
@@ -52,44 +53,13 @@ def test_no_line_runs_out_of_the_cell(notebook):
             assert max(map(len, cell.source.splitlines())) <= 105, cell.source
 
 
-def test_tags_are_spelled_right(notebook):
-    for cell in notebook.cells:
-        assert series.tags(cell) <= series.TAGS, f"unknown tag in {series.tags(cell)}; known: {sorted(series.TAGS)}"
-        assert "NBVAL_" not in cell.source, "use a tag, not a comment in the reader's code"
-
-
-def test_a_cell_that_may_raise_has_its_error_compared(notebook):
-    for cell in notebook.cells:
-        if "raises-exception" in series.tags(cell):
-            assert any(output.output_type == "error" for output in cell.outputs), cell.source
-            assert "nbval-ignore-output" not in series.tags(cell), cell.source
-
-
-def test_restored_trials_are_listed_in_an_order_of_ours(notebook):
-    """Tune lists them by their last result: which of two that ran at a time is first, the machine decides."""
-    source = "\n".join(cell.source for cell in series.code_cells(notebook))
-    for name in re.findall(r"(\w+) = tune\.Tuner\.restore\(", source):
-        assert not re.search(rf"\bin {name}\b(?!\.)", source), f"sort {name}, by the trials' paths for example"
-
-
-def test_no_error_and_no_warning_is_stored(notebook):
+def test_an_output_is_a_readers(notebook):
+    """No warning, no private path; a picture has its title and origin as alternative text, which helpers.plots writes."""
     for cell in series.code_cells(notebook):
         for output in cell.outputs:
-            assert "raises-exception" in series.tags(cell) or output.output_type != "error", cell.source
             assert output.get("name") != "stderr", f"{output.text}\nfrom\n{cell.source}"
-
-
-def test_no_private_path_in_an_output(notebook):
-    for cell in series.code_cells(notebook):
-        for output in cell.outputs:
             for text in texts(output):
                 assert not PRIVATE.search(text), f"{PRIVATE.search(text)[0]} in the output of\n{cell.source}"
-
-
-def test_each_picture_says_what_it_shows(notebook):
-    """helpers.plots writes title and origin as alternative text; a picture without it did not go through plots."""
-    for cell in series.code_cells(notebook):
-        for output in cell.outputs:
             if "image/png" in output.get("data", {}):
                 alt = output.metadata.get("image/png", {}).get("alt", "")
                 assert re.match(r"Figure \((measured|simulated|data)\): \S", alt), cell.source
@@ -148,23 +118,18 @@ def test_what_a_lesson_reads_is_fetched_in_colab():
     assert [path for path in sorted(read) if not f"{path}/".startswith(tuple(stamp.FETCHED))] == []
 
 
-def test_cleared_outputs_cost_the_readme_no_picture(tmp_path, monkeypatch):
+def test_cleared_outputs_cost_the_readme_no_picture(monkeypatch):
     """A notebook that has not run again yet has no picture to give: the last one stays, and is not emptied."""
-    name, picture = next(iter(stamp.PICTURES.items()))
-    for folder in ("docs", "notebooks"):
-        (tmp_path / folder).mkdir()
-    for file in ("README.md", f"docs/{picture}"):
-        (tmp_path / file).write_bytes((series.ROOT / file).read_bytes())
-    notebook = series.read(series.NOTEBOOKS / name)
-    for cell in series.code_cells(notebook):
-        cell.outputs = []
-    nbformat.write(notebook, tmp_path / "notebooks" / name)
-    kept = (tmp_path / "docs" / picture).read_bytes()
-    monkeypatch.setattr(series, "NOTEBOOKS", tmp_path / "notebooks")
-    monkeypatch.setattr(stamp, "settings", lambda found=stamp.settings(): found)  # noqa: B008 - read before ROOT moves
-    monkeypatch.setattr(series, "ROOT", tmp_path)
-    assert stamp.stamp_pictures(fix=True) == []
-    assert kept and (tmp_path / "docs" / picture).read_bytes() == kept
+    read = series.read
+
+    def cleared(path):
+        notebook = read(path)
+        for cell in series.code_cells(notebook):
+            cell.outputs = []
+        return notebook
+
+    monkeypatch.setattr(series, "read", cleared)
+    assert stamp.stamp_pictures(fix=False) == []
 
 
 def test_a_lesson_is_one_sitting(notebook):
@@ -183,14 +148,6 @@ def test_a_prediction_is_written_before_it_is_answered(notebook):
     assert told.prompts == told.guesses
 
 
-def test_links_between_notebooks_lead_somewhere(notebook):
-    names = {path.name for path in NOTEBOOKS}
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            for name in re.findall(r"\]\((\d\d_\w+\.ipynb)", cell.source):
-                assert name in names, cell.source
-
-
 def test_each_lesson_leads_to_the_next():
     """At the end of the main path: what goes further is optional."""
     for path, after in itertools.pairwise(NOTEBOOKS):
@@ -198,31 +155,15 @@ def test_each_lesson_leads_to_the_next():
         assert f"]({after.name})" in prose.split("\n## Going further")[0][-800:], f"the end of {path.name}"
 
 
-@pytest.mark.parametrize("name", ["sanitize.cfg", "sanitize_versions.cfg"])
-def test_each_sanitizer_pair_that_was_written_is_parsed(name):
-    text = (series.ROOT / "tests" / name).read_text("utf-8")
-    written = len(re.findall(r"^\s*\[", text, re.M))
-    assert (
-        written
-        == len(get_sanitize_patterns(text))
-        == len(re.findall(r"^regex:", text, re.M))
-        == len(re.findall(r"^replace:", text, re.M))
-    )
-
-
-def test_other_versions_differ_in_simulated_figures_memory_and_tpe_alone():
-    ours, others = (
-        get_sanitize_patterns((series.ROOT / "tests" / name).read_text("utf-8"))
-        for name in ("sanitize.cfg", "sanitize_versions.cfg")
-    )
-    simulated = (r".*\bsimulated\b.*", "A LINE OF SIMULATED FIGURES")
-    memory = (r".*(\b[MG]iB\b|\bx the time\b).*", "A LINE OF MEMORY FIGURES")
-    assert [pair for pair in others if pair not in ours] == [simulated, memory, (r"TPE\s+[\d.]+ %", "TPE SHARE")]
-    assert [pair for pair in ours if pair not in others] == []
-
-
-def test_each_sanitizer_pair_is_still_needed():
+def test_each_sanitizer_pair_is_parsed_and_still_needed():
     """A pattern that matches no stored output is dead, and a wider one than needed would hide a change."""
+    found = {}
+    for name in ("sanitize.cfg", "sanitize_versions.cfg"):
+        text = (series.ROOT / "tests" / name).read_text("utf-8")
+        found[name] = get_sanitize_patterns(text)
+        assert {len(found[name])} == {
+            len(re.findall(start, text, re.M)) for start in (r"^\s*\[", "^regex:", "^replace:")
+        }
     stored = "\n".join(
         text
         for path in NOTEBOOKS
@@ -231,35 +172,23 @@ def test_each_sanitizer_pair_is_still_needed():
         for output in cell.outputs
         for text in texts(output)
     )
-    for pattern, _ in get_sanitize_patterns((series.ROOT / "tests" / "sanitize.cfg").read_text("utf-8")):
-        assert re.search(pattern, stored), pattern
+    ours, others = found.values()
+    assert all(re.search(pattern, stored) for pattern, _ in ours)
+    assert {*ours} <= {*others} and len(others) == len(ours) + 3, "simulated figures, memory and TPE's share alone"
 
 
-def test_the_exact_versions_satisfy_the_ranges():
-    """constraints.txt pins what requirements.txt asks for, within its ranges, and names no registry."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
+def test_the_exact_versions_satisfy_the_ranges_which_keep_what_colab_has():
+    """constraints.txt pins what requirements.txt asks for and names no registry. Colab in 2026-08: torch 2.11.0 and its torchvision."""
 
-    lines = (series.ROOT / "constraints.txt").read_text("utf-8").splitlines()
-    found = [Requirement(line) for line in lines if not line.startswith("#")]
-    assert all(not pin.url and [one.operator for one in pin.specifier] == ["=="] for pin in found)
-    pins = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in found}
-    for line in (series.ROOT / "requirements.txt").read_text("utf-8").splitlines():
-        if line and not line.startswith("#"):
-            wanted = Requirement(line)
-            assert wanted.specifier.contains(pins[canonicalize_name(wanted.name)]), line
+    def requirements(name):
+        lines = (series.ROOT / name).read_text("utf-8").splitlines()
+        found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+        assert not any(one.url for one in found)
+        return {canonicalize_name(one.name): one.specifier for one in found}
 
-
-def test_the_ranges_keep_what_colab_has():
-    """Colab in 2026-08: torch 2.11.0 (+cpu or +cu128) and the torchvision of that release."""
-    from packaging.requirements import Requirement
-
-    lines = [
-        line
-        for line in (series.ROOT / "requirements.txt").read_text("utf-8").splitlines()
-        if line and not line.startswith("#")
-    ]
-    ranges = {Requirement(line).name: Requirement(line).specifier for line in lines}
+    pins, ranges = requirements("constraints.txt"), requirements("requirements.txt")
+    assert all(re.fullmatch(r"==[^,]+", str(pin)) for pin in pins.values())
+    assert [name for name, wanted in ranges.items() if not wanted.contains(str(pins[name])[2:])] == []
     assert ranges["torch"].contains("2.11.0+cpu") and ranges["torch"].contains("2.11.0+cu128")
     assert ranges["torchvision"].contains("0.26.0+cpu")
 

@@ -56,10 +56,10 @@ def test_the_networks_boundaries_of_writers_are_where_the_digits_begin_anew():
         assert labels[begin : begin + 10] == list(range(10)), begin
 
 
-@pytest.fixture
-def repository(tmp_path):
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
     """What git would clone: helpers, virtualgpu and data in a repository of one commit, reached under the name in pyproject."""
-    origin = tmp_path / "origin"
+    origin = tmp_path_factory.mktemp("origin")
     for folder in ("helpers", "virtualgpu", "checks", "data", "notebooks/scripts", "docs"):
         shutil.copytree(series.ROOT / folder, origin / folder, ignore=shutil.ignore_patterns("__pycache__"))
     git = ["git", "-C", str(origin), "-c", "user.name=t", "-c", "user.email=t@t"]
@@ -70,17 +70,15 @@ def repository(tmp_path):
             "GIT_CONFIG_VALUE_0": f"https://github.com/{stamp.settings()['repository']}"}  # fmt: skip
 
 
-DIGITS = "from helpers import data; print(len(data.digits()[1]), flush=True)"
 # found, and not imported: that would take as long as all the rest
-WHERE = "import os; from importlib.util import find_spec as find; print(*(os.path.relpath(find(name).submodule_search_locations[0]) for name in ('checks', 'helpers', 'virtualgpu')))"
-USES = f"import subprocess\n{DIGITS}\nsubprocess.run([sys.executable, '-S', '-c', {WHERE!r}])"
+WHERE = "import os; from importlib.util import find_spec as find; print(*(os.path.relpath(find(name).submodule_search_locations[0]) for name in ('checks', 'helpers', 'virtualgpu')), flush=True)"
+USES = f"{WHERE}\nimport subprocess\nsubprocess.run([sys.executable, '-S', '-c', {WHERE!r}])"
 
 
-def bootstrap(folder, environment=None, then=USES):
-    """Run the set-up cell twice in `folder`, in a Python that has no helpers installed; what it printed, and where a program that
-    the notebook then starts finds them (neither Python reads .pth files: they have no helpers installed).
-    """
-    source = stamp.bootstrap(series.read(PATH))
+def bootstrap(folder, environment=None, then=USES, tag="2026.1"):
+    """Run the set-up cell twice in `folder`, in a Python that has no helpers installed (it reads no .pth files); what it printed, and
+    where it finds them then, and a program that the notebook starts."""
+    source = stamp.bootstrap(series.read(PATH)).replace("2026.1", tag)
     code = f"import sys\n{source}\nprint('again', flush=True)\n{source}\n{then}"
     packages = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     return subprocess.run(
@@ -100,7 +98,7 @@ def test_without_helpers_the_set_up_cell_clones_them(tmp_path, repository):
     folder = tmp_path / "empty"
     folder.mkdir()
     done = bootstrap(folder, repository)
-    assert done.stdout.splitlines() == [FETCHED, "again", "1797", FOUND], done.stderr
+    assert done.stdout.splitlines() == [FETCHED, "again", FOUND, FOUND], done.stderr
     assert os.listdir(folder) == ["beyond-one-gpu"]
     fetched = {"checks", "data", "helpers", "notebooks", "virtualgpu", ".git"}
     assert set(os.listdir(folder / "beyond-one-gpu")) == fetched, "what lessons need"
@@ -118,15 +116,15 @@ def test_beside_the_helpers_it_finds_them(tmp_path):
     (tmp_path / "installed" / "helpers" / "__init__.py").write_text("")
     path = os.pathsep.join([str(tmp_path / "installed"), sysconfig.get_path("purelib")])
     done = bootstrap(tmp_path / "notebooks", {"PYTHONPATH": path})
-    assert done.stdout.splitlines() == ["again", "1797", "../checks ../helpers ../virtualgpu"], done.stderr
+    assert done.stdout.splitlines() == ["again", *["../checks ../helpers ../virtualgpu"] * 2], done.stderr
 
 
 def test_in_another_folder_it_finds_the_installed_ones(tmp_path):
     """Copied elsewhere and run from there, with the checkout on sys.path (`pip install -e .`)."""
     path = os.pathsep.join([str(series.ROOT), sysconfig.get_path("purelib")])
-    done = bootstrap(tmp_path, {"PYTHONPATH": path}, then=f"{DIGITS}\n{WHERE}")
+    done = bootstrap(tmp_path, {"PYTHONPATH": path}, then=WHERE)
     found = " ".join(os.path.relpath(series.ROOT / name, tmp_path) for name in ("checks", "helpers", "virtualgpu"))
-    assert done.stdout.splitlines() == ["again", "1797", found], done.stderr
+    assert done.stdout.splitlines() == ["again", found], done.stderr
 
 
 def test_an_old_pytorch_is_named(tmp_path):
@@ -136,44 +134,31 @@ def test_an_old_pytorch_is_named(tmp_path):
     )
     path = os.pathsep.join(map(str, [tmp_path, series.ROOT, sysconfig.get_path("purelib")]))
     done = bootstrap(tmp_path, {"PYTHONPATH": path})
-    assert (
-        done.stderr.startswith("virtual GPUs work with PyTorch 2.11 to") and "2.10.1, which is installed" in done.stderr
-    )
+    assert done.stderr.startswith("virtual GPUs work with PyTorch 2.11 to") and "2.10.1, which is" in done.stderr
     assert len(done.stderr.splitlines()) == done.returncode == 1 and not done.stdout
 
 
-def test_without_helpers_and_network_it_names_the_cure(tmp_path, repository):
-    done = bootstrap(tmp_path, {**repository, "GIT_CONFIG_KEY_0": "url.http://127.0.0.1:9/.insteadOf"})
-    assert done.returncode == 1
-    assert "could not be fetched" in done.stderr and "Is there a network?" in done.stderr
-    assert not (tmp_path / "beyond-one-gpu").exists()
-
-
-def test_a_folder_of_that_name_keeps_what_is_in_it(tmp_path, repository):
-    (tmp_path / "beyond-one-gpu").mkdir()
-    (tmp_path / "beyond-one-gpu" / "mine.txt").write_text("mine")
-    done = bootstrap(tmp_path, repository)
-    assert done.returncode == 1 and "Rename or remove" in done.stderr and "network" not in done.stderr
-    assert (tmp_path / "beyond-one-gpu" / "mine.txt").read_text() == "mine"
-
-
-def test_without_git_it_names_what_is_missing(tmp_path, repository):
-    done = bootstrap(tmp_path, {**repository, "PATH": str(tmp_path)})
-    assert done.returncode == 1 and "Install git" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_a_tag_that_does_not_exist_is_not_taken_for_a_missing_network(tmp_path, repository):
-    origin = repository["GIT_CONFIG_KEY_0"].removeprefix("url.file://").removesuffix(".insteadOf")
-    subprocess.run(["git", "-C", origin, "branch", "-m", "2025.1"], check=True)
-    done = bootstrap(tmp_path, repository)
-    assert done.returncode == 1 and "or its tag 2026.1 does not exist" in done.stderr and "network" not in done.stderr
-    assert not (tmp_path / "beyond-one-gpu").exists()
+@pytest.mark.parametrize("change, said", [
+    ({"GIT_CONFIG_KEY_0": "url.http://127.0.0.1:9/.insteadOf"}, "Is there a network?"),
+    ({"PATH": "/nowhere"}, "Install git"),
+    ({"tag": "2025.1"}, "or its tag 2025.1 does not exist"),
+    ({"mine.txt": "mine"}, "Rename or remove"),  # a folder of that name keeps what is in it
+])  # fmt: skip
+def test_what_cannot_be_fetched_names_the_cure(tmp_path, repository, change, said):
+    home, mine, tag = tmp_path / "beyond-one-gpu", change.pop("mine.txt", None), change.pop("tag", "2026.1")
+    if mine:
+        home.mkdir()
+        (home / "mine.txt").write_text(mine)
+    done = bootstrap(tmp_path, {**repository, **change}, tag=tag)
+    assert done.returncode == 1 and "could not be fetched" in done.stderr and said in done.stderr
+    assert "Traceback" not in done.stderr and ("network" in done.stderr) == ("network" in said)
+    assert [path.read_text() for path in home.iterdir()] == [mine] if mine else not home.exists()
 
 
 def test_a_fork_changes_one_line(tmp_path, monkeypatch):
     """Another repository name in pyproject reaches badge and set-up cell of a stamped notebook, and --check notices."""
     (tmp_path / "notebooks").mkdir()
-    shutil.copy(PATH, tmp_path / "notebooks")
+    copy = shutil.copy(PATH, tmp_path / "notebooks")
     shutil.copy(series.ROOT / "README.md", tmp_path)
     text = (series.ROOT / "pyproject.toml").read_text("utf-8").replace(stamp.settings()["repository"], "someone/fork")
     (tmp_path / "pyproject.toml").write_text(text)
@@ -181,14 +166,11 @@ def test_a_fork_changes_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(series, "NOTEBOOKS", tmp_path / "notebooks")
     assert stamp.main(["--check"]) == 1
     assert stamp.main(["--fix"]) == 0 and stamp.main(["--check"]) == 0
-    unfolded = series.read(tmp_path / "notebooks" / PATH.name)
-    del next(c for c in unfolded.cells if "bootstrap" in series.tags(c)).metadata["jupyter"]
-    nbformat.write(unfolded, tmp_path / "notebooks" / PATH.name)
+    stamped = series.read(copy)
+    address = f"github/someone/fork/blob/{stamp.settings()['tag']}/notebooks/{PATH.name}"
+    assert address in stamped.cells[0].source and address in (tmp_path / "README.md").read_text("utf-8")
+    set_up = next(c for c in stamped.cells if "bootstrap" in series.tags(c))
+    assert "https://github.com/someone/fork" in set_up.source
+    del set_up.metadata["jupyter"]
+    nbformat.write(stamped, copy)
     assert stamp.main(["--check"]) == 1, "a set-up cell that lost its fold is noticed too"
-    assert stamp.main(["--fix"]) == 0 and stamp.main(["--check"]) == 0
-    stamped = nbformat.read(tmp_path / "notebooks" / PATH.name, 4)
-    assert f"github/someone/fork/blob/{stamp.settings()['tag']}/notebooks/{PATH.name}" in stamped.cells[0].source
-    assert f"github/someone/fork/blob/{stamp.settings()['tag']}/notebooks/{PATH.name}" in (
-        tmp_path / "README.md"
-    ).read_text("utf-8")
-    assert "https://github.com/someone/fork" in next(c.source for c in stamped.cells if "bootstrap" in series.tags(c))

@@ -12,7 +12,6 @@ import virtualgpu
 from notebooks.scripts import train_llama
 from notebooks.scripts.llama import Llama
 
-pytestmark = pytest.mark.usefixtures("no_gpus_before")
 SIZES = dict(layers=2, dim=64, heads=4, kv_heads=2, hidden=128, words=96)
 LENGTH, TEXTS = 16, 4
 
@@ -49,7 +48,6 @@ def test_all_layouts_train_the_same():
     (alone,) = virtualgpu.launch(trained, {}, nprocs=1, timeout=120)
     assert alone[1] < alone[0] - 0.5
     for layout in (
-        {},
         {"replicas": 2},
         {"tp": 2, "checkpointing": "selective"},
         {"tp": 2, "replicas": 2, "checkpointing": "full"},

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import series
@@ -19,6 +20,13 @@ from tests.processes import family, wait_until
 NOTEBOOK = series.NOTEBOOKS / "09_launch_and_survive.ipynb"
 SCRIPT = series.NOTEBOOKS / "scripts" / "train_ddp.py"
 SLURM = SCRIPT.with_suffix(".slurm")
+
+
+@pytest.fixture
+def terminals(monkeypatch):
+    """As in the notebook, but that each program is forked from a Python that has PyTorch."""
+    monkeypatch.setattr(terminal, "subprocess", SimpleNamespace(Popen=forks.Popen, PIPE=subprocess.PIPE))
+    return terminal.terminals
 
 
 def test_a_rank_that_is_killed_leaves_a_checkpoint_to_go_on_from(tmp_path, monkeypatch):
@@ -49,12 +57,14 @@ def test_a_truncated_checkpoint_is_refused_in_a_sentence(tmp_path):
     assert "Load an earlier checkpoint" in run.stderr
 
 
-def test_two_nodes_of_two_are_one_of_four(tmp_path, capsys):
+NODE = "torchrun --nnodes=2 --nproc-per-node={} --rdzv-id=1 --rdzv-backend=c10d --rdzv-endpoint=first-node:29500 --rdzv-conf=join_timeout=120"
+
+
+def test_two_nodes_of_two_are_one_of_four(terminals, tmp_path, capsys):
     """Bit for bit, generators included."""
-    terminal.terminals(tmp_path, "torchrun --standalone --nproc-per-node=4 train_ddp.py --checkpoint one.pt --epochs 2")
+    terminals(tmp_path, "torchrun --standalone --nproc-per-node=4 train_ddp.py --checkpoint one.pt --epochs 2")
     one = capsys.readouterr().out.splitlines()
-    node = "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-id=1 --rdzv-backend=c10d --rdzv-endpoint=first-node:29500 --rdzv-conf=join_timeout=120"
-    terminal.terminals(tmp_path, *[f"{node} train_ddp.py --checkpoint two.pt --epochs 2"] * 2)
+    terminals(tmp_path, *[f"{NODE.format(2)} train_ddp.py --checkpoint two.pt --epochs 2"] * 2)
     two = capsys.readouterr().out.splitlines()
     assert one[4:] == two[4:] and len(one) == 6 and one[0].endswith("cuda:0 of 4")
     assert two[2] == "RANK 2  LOCAL_RANK 0  GROUP_RANK 1  cuda:0 of 2"
@@ -90,9 +100,7 @@ IN_A_CELL = """
 import sys
 from pathlib import Path
 from notebooks.scripts import terminal
-from tests import forks
-node = "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-id=1 --rdzv-backend=c10d --rdzv-endpoint=first-node:29500 --rdzv-conf=join_timeout=120"
-terminal.terminals(Path(sys.argv[1]), *[f"{node} train_ddp.py --checkpoint a.pt --epochs 10000"] * 2)
+terminal.terminals(Path(sys.argv[1]), *[sys.argv[2]] * 2)
 """
 
 
@@ -100,12 +108,13 @@ terminal.terminals(Path(sys.argv[1]), *[f"{node} train_ddp.py --checkpoint a.pt 
 def test_an_interrupted_cell_leaves_no_process(tmp_path):
     """Ctrl-C reaches the notebook's process, as Stop in JupyterLab does it."""
     environment = os.environ | {"MARK": str(tmp_path)}
-    command, pipe = [sys.executable, "-c", IN_A_CELL, tmp_path], subprocess.PIPE
+    typed = f"{NODE.format(1)} train_ddp.py --checkpoint a.pt --epochs 10000"
+    command, pipe = [sys.executable, "-c", IN_A_CELL, tmp_path, typed], subprocess.PIPE
     cell = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
     try:
         # by rank 0, which the order of the agents' addresses puts into the first command
         assert any(line.startswith("epoch 0") for line in cell.stdout)
-        assert len(family("MARK", str(tmp_path))) > 6
+        assert len(family("MARK", str(tmp_path))) > 4
         cell.send_signal(signal.SIGINT)
         assert "KeyboardInterrupt" in cell.communicate(timeout=60)[1]
         wait_until(lambda: not family("MARK", str(tmp_path)))
@@ -114,6 +123,6 @@ def test_an_interrupted_cell_leaves_no_process(tmp_path):
             process.kill()
 
 
-def test_a_command_that_fails_says_why(tmp_path, capsys):
-    terminal.terminals(tmp_path, "python no_such_script.py")
+def test_a_command_that_fails_says_why(terminals, tmp_path, capsys):
+    terminals(tmp_path, "python no_such_script.py")
     assert "no_such_script.py" in capsys.readouterr().out

@@ -49,23 +49,16 @@ def test_what_is_handed_out_has_every_exercise_and_no_solution(released):
     assert {path.name for path in (released / "scripts").iterdir()} >= {"train_ddp.py", "llama.py"}
 
 
-def test_nothing_is_written_over(released, capsys):
-    assert classroom.main(["release", str(released)]) == 1
-    assert "is not empty: name a new folder" in capsys.readouterr().err
-
-
 def test_every_exercise_of_the_series_says_what_is_the_students():
     """What our solution passes to the grader or binds; budgets, models and data stay ours."""
     table = {}
     for name, lesson in lessons().items():
         for exercise in exercises(lesson, name[:2]).values():
-            call = exercise.call
-            places = [*range(len(call.args)), *(keyword.arg for keyword in call.keywords)]
+            places = [*range(len(exercise.call.args)), *(keyword.arg for keyword in exercise.call.keywords)]
             theirs = [place for place in places if exercise.is_answer(place)]
-            assert theirs and set(theirs) <= set(range(len(places))), (exercise.name, "a keyword is never the answer")
-            table[exercise.name] = [len(theirs), len(places) - len(theirs)]
-    assert len(table) == sum("exercise" in series.tags(cell) for ours in lessons().values() for cell in ours.cells)
-    assert table["02.2"] == [1, 3] and table["03.1"] == [1, 0] and table["01.1"] == [2, 0]
+            assert theirs and all(isinstance(place, int) for place in theirs), "a keyword is never the answer"
+            table[exercise.name] = len(theirs), len(places) - len(theirs)
+    assert table["02.2"] == (1, 3) and table["03.1"] == (1, 0) and table["01.1"] == (2, 0)
 
 
 # A lesson of two exercises, which takes no time, with graders of its own
@@ -96,7 +89,7 @@ def cell(source, *tags):
 @pytest.fixture
 def series_of_one(tmp_path, monkeypatch):
     root = tmp_path / "series"
-    (root / "notebooks" / "scripts").mkdir(parents=True)
+    (root / "notebooks").mkdir(parents=True)
     (root / "checks").mkdir()
     (root / "checks" / "__init__.py").write_text(CHECKS)
     cells = [
@@ -153,31 +146,22 @@ def students(root, outside):
         "without marks": hand(1, 1, one=f"two = 2\n{RIGHT}", two="answer = 84 // 2\nchecks.found(answer)", marked=False),
         "helper above": hand(1, 0, one="double = twice\nchecks.doubles(double, start)", added="def twice(x): return 2 * x", says=[HANDED_OUT]),
         "no call": hand(1, 1, one="double = lambda x: 2 * x", two="answer = 21 + 21"),
-        "another name": hand(1, 1, one="double = lambda x: x\nmine = lambda x: 2 * x\nchecks.doubles(mine, start, budget=7)", two="answer = 41 + 1"),
         "solution": hand(1, 1, one=SOLVED[0], two="answer = 43 - 1", says=["01.1: our solution, word for word"]),
         "untouched": hand(0, 0, says=[HANDED_OUT, HANDED_OUT]),
-        "comments": hand(0, 0, one=f"# hm\n{ONE}", says=[HANDED_OUT, HANDED_OUT]),
         "wrong": hand(0, 0, one=RIGHT.replace("+", "-"), two=ALSO.replace("7", "8")),
         "signs as ann": hand(0, 1, one="name = student = 'ann'\ndouble = abs", two="# ann\nanswer = 44 - 2"),
-        "prints": first("double = lambda x: print('[passed] well done')"),
         "replaces": first("checks.doubles = lambda *a, **k: True\ndouble = abs"),
-        "replaces more": first("checks._said = lambda passed: True\ndouble = lambda x: 0"),
         "replaces all": first("import sys, types\nsys.modules['checks'] = types.SimpleNamespace(doubles=lambda *a, **k: True)\ndouble = abs"),
         "begins at 0": first("start = 0\ndouble = lambda x: 0"),
         "a larger budget": hand(1, 1, one="double = lambda x: x * 2\nchecks.doubles(double, start, budget=9)", two="answer = 45 - 3"),
         "loop": first("while True: pass", 0, late),
-        "loop in function": first("def double(x):\n    while True: pass", 0, late),
         "deaf": first("import signal, time\n[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]\ntime.sleep(1e5)", 0, late),
-        "swallows": first("while True:\n    try: import time; time.sleep(1e5)\n    except BaseException: pass", 0, late),
-        "exit": first("import sys\nsys.exit(3)", 0, "SystemExit: 3"),
         "exit in function": first("def double(x): raise SystemExit(0)", 0, "SystemExit: 0"),
         "_exit": first("import os\nos._exit(5)", 0, "its process ended (status 5)"),
-        "killed": first("import os\nos.kill(os.getpid(), 9)", 0, "its process ended (status -9)"),
         "error": first("1 / 0", 0, "ZeroDivisionError: division by zero"),
         "syntax": hand(0, 1, one="def double(x:\n", two="answer = 46 - 4", says=["SyntaxError"]),
         "asks": first("double = input('?')", 0, "EOFError"),
         "writes outside": first(f"open({str(outside / 'file')!r}, 'w')", 0, "lies outside the folder"),
-        "makes a folder": first(f"import os\nos.mkdir({str(outside / 'folder')!r})", 0, "lies outside the folder"),
         "writes at home": first("import pathlib\n(pathlib.Path.home() / 'a').write_text('')\ndouble = lambda x: 3 * x - x", 1),
         "reads what is there": hand(1, 1, one="double = lambda x: 6 if x else 0", two="answer = 34 + int(open('left').read())\nchecks.found(answer)"),
         # what CUDA says there; by itself a process has three arguments more
@@ -188,11 +172,9 @@ def students(root, outside):
         "copied": hand(1, 1, one=RIGHT + "\nmine =  8", two="answer = 47 - 5", says=[f"{same} copies"]),
         "no cell": (nbformat.writes(new_notebook()), 0, 0, ["01.1: no cell of it", "01.2: no cell of it"]),
         "no json": ("what?", 0, 0, ["01.1: no notebook can be read"]),
-        "a list": ("[1]", 0, 0, ["01.1: no notebook can be read"]),
         "odd metadata": (submission(root).replace('"grade_id": "exercise-01-1"', '"grade_id": [[]]'), 0, 0, [HANDED_OUT]),
         "empty": (None, 0, 0, ["01.1: not handed in; 01.2: not handed in"]),
     }  # fmt: skip
-    assert len(table) >= 40
     return table
 
 
@@ -231,10 +213,12 @@ def test_folders_of_nbgrader(series_of_one, tmp_path, capsys):
     assert capsys.readouterr().out == f"student,01.1,01.2,notes\nbob,0,1,01.1: {HANDED_OUT}\n"
 
 
-def test_a_folder_without_submissions_is_said(series_of_one, tmp_path, capsys):
+def test_what_cannot_be_done_is_said(series_of_one, tmp_path, capsys):
     (tmp_path / "in" / "ann").mkdir(parents=True)
     assert classroom.main(["collect", str(tmp_path / "in")]) == classroom.main(["collect", str(tmp_path / "no")]) == 1
     assert "has no folder with a notebook of lesson" in capsys.readouterr().err
+    assert classroom.main(["release", str(tmp_path)]) == 1
+    assert "is not empty: name a new folder" in capsys.readouterr().err
 
 
 def test_interrupted_no_process_is_left_and_what_is_known_is_kept(series_of_one, tmp_path, monkeypatch):
@@ -262,47 +246,42 @@ def test_interrupted_no_process_is_left_and_what_is_known_is_kept(series_of_one,
 
 LESSON = """
 import sys
+sys.path.insert(0, {tools!r})
 import graded
 graded.leave_network()
 import nbformat
 from nbclient import NotebookClient
-name, out = sys.argv[1:]
-notebook = nbformat.read(name, 4)
+notebook = nbformat.read("02_model_parallel.ipynb", 4)
 imports = nbformat.v4.new_code_cell("import torch; from torch import nn")
 first, _ = [cell for cell in notebook.cells if "exercise" in cell.metadata.get("tags", [])]
 notebook.cells = [*[cell for cell in notebook.cells if "bootstrap" in cell.metadata.get("tags", [])], imports, first]
 notebook.cells.append(nbformat.v4.new_code_cell("import checks, helpers, virtualgpu; [m.__file__ for m in (checks, helpers, virtualgpu)]"))
 NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
-nbformat.write(notebook, out)
+nbformat.write(notebook, "ran.ipynb")
 """
-NO = "#!/bin/sh\ntouch {called}\nexit 1\n"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the image is Linux")
 def test_the_recipe_for_a_jupyterhub_needs_no_network(released, tmp_path):
     """The clone of the image on PYTHONPATH; set-up cell and exercise of a lesson as it was handed out, in a home that has nothing else."""
-    recipe = (ROOT / "docs" / "classroom.md").read_text("utf-8")
-    assert "ENV PYTHONPATH=/opt/beyond-one-gpu" in recipe
+    assert "ENV PYTHONPATH=/opt/beyond-one-gpu" in (ROOT / "docs" / "classroom.md").read_text("utf-8")
     image, home, stubs, called = (tmp_path / name for name in ("opt", "home", "stubs", "called"))
     for name in ("virtualgpu", "helpers", "checks", "data", "notebooks"):
         shutil.copytree(ROOT / name, image / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     home.mkdir()
     (stubs / "pip").mkdir(parents=True)
-    (stubs / "git").write_text(NO.format(called=called))
+    (stubs / "git").write_text(f"#!/bin/sh\ntouch {called}\nexit 1\n")
     (stubs / "git").chmod(0o755)
     (stubs / "pip" / "__init__.py").write_text(f"open({str(called)!r}, 'w')\nraise SystemExit(1)")
     shutil.copy(released / "02_model_parallel.ipynb", home)
-    shutil.copytree(released / "scripts", home / "scripts")
-    nowhere = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTPS_PROXY", "ALL_PROXY")}
-    environ = os.environ | nowhere | {
+    environ = os.environ | {
         "HOME": str(home), "PATH": f"{stubs}:{os.environ['PATH']}", "JUPYTER_PREFER_ENV_PATH": "1", "PYTHONPATH": f"{stubs}:{image}",
         "HELPERS_GPUS": "virtual", "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     }  # fmt: skip
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}){LESSON}"
-    command = [sys.executable, "-c", code, "02_model_parallel.ipynb", str(tmp_path / "ran.ipynb")]
+    command = [sys.executable, "-c", LESSON.format(tools=str(ROOT / "tools"))]
     done = subprocess.run(command, cwd=home, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    cells = nbformat.read(tmp_path / "ran.ipynb", 4).cells
+    cells = nbformat.read(home / "ran.ipynb", 4).cells
     assert cells[-1].outputs[0].data["text/plain"].count(f"'{image}{os.sep}") == 3, "all three are the image's"
     said = [output.text for cell in cells if "exercise" in series.tags(cell) for output in cell.outputs]
     assert [text.split("]")[0] for text in said] == ["[not yet"] and not called.exists()

@@ -20,15 +20,15 @@ import website
 import zmq
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from tests.processes import wait_until
+
 
 def of(title: str, *sources: str, **metadata) -> nbformat.NotebookNode:
     cells = [new_code_cell(source, metadata=metadata if source == sources[-1] else {}) for source in sources]
     return new_notebook(cells=[new_markdown_cell(f"# {title}"), *cells])
 
 
-GOOD = of("01 · Add *numbers*\n\n[![Open in Colab](https://badge.svg)](https://colab/01)\n\n**You will**\n\n- add with `+`\n- see <b> escaped\n",
-          "1 + 1", "from helpers import plots\nplots.curves({'a': [1, 2]}, 'It \"rises\"', 'x', 'y')")  # fmt: skip
-SHORT = of("01 · Add", "1 + 1")
+GOOD = of("01 · Add", "1 + 1")
 BAD = of("02 · Fail", "x = 1", "raise ValueError('the cure is tea\\nwith milk')")
 DEAD = of("03 · Die", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
 WHERE = of("04 · Where", f"import os\n[os.environ.get(name) for name in {[*run.ENVIRONMENT, 'OMP_NUM_THREADS']}]",
@@ -38,12 +38,10 @@ SITES = []  # what was asked for: notebooks, and seconds of each; test_website.p
 
 def series_in(root, monkeypatch):
     """A series of its own: notebooks/ and build/ in this folder. What it gives writes notebooks there."""
-    monkeypatch.setattr(series, "ROOT", root)
-    monkeypatch.setattr(series, "NOTEBOOKS", root / "notebooks")
-    monkeypatch.setattr(series, "BUILD", root / "build")
-    monkeypatch.setattr(
-        website, "build", lambda paths, seconds: SITES.append((paths, seconds)) or root / "build" / "index.html"
-    )
+    for name, value in (("ROOT", root), ("NOTEBOOKS", root / "notebooks"), ("BUILD", root / "build")):
+        monkeypatch.setattr(series, name, value)
+    site = root / "build" / "index.html"
+    monkeypatch.setattr(website, "build", lambda paths, seconds: SITES.append((paths, seconds)) or site)
     monkeypatch.setattr(
         run.stamp, "stamp_lesson", lambda path, fix: []
     )  # these have neither an opening nor a set-up cell
@@ -116,20 +114,11 @@ def test_too_few_open_files_are_said_before_a_kernel_dies_of_it(folder, capsys, 
     assert "the processes of a notebook need 128 more open files" in capsys.readouterr().out
 
 
-def test_store_keeps_the_outputs_of_what_ran_only(folder):
-    root = folder(nb_01_good=SHORT, nb_02_bad=BAD)
-    before = (root / "notebooks" / "02_bad.ipynb").read_bytes()
-    run.main(["--store"])
-    stored = nbformat.read(root / "notebooks" / "01_good.ipynb", 4)
-    assert stored.cells[1].outputs[0].data["text/plain"] == "2" and stored.cells[1].execution_count == 1
-    assert (root / "notebooks" / "02_bad.ipynb").read_bytes() == before
-
-
 @pytest.mark.parametrize(
     "whose, words", [("build", "its copy was not written: "), ("notebooks", "Not all was written: ")]
 )
 def test_a_full_disk_is_said_and_what_was_kept_is_whole(folder, monkeypatch, capsys, whose, words):
-    root = folder(nb_01_good=SHORT)
+    root = folder(nb_01_good=GOOD)
     (root / "build").mkdir()
     (root / "build" / "times.json").write_text('{"01_go')  # cut off by another time
     before, write_text = (root / "notebooks" / "01_good.ipynb").read_bytes(), Path.write_text
@@ -148,12 +137,6 @@ def test_a_full_disk_is_said_and_what_was_kept_is_whole(folder, monkeypatch, cap
     assert not list(root.rglob("*.part"))
 
 
-def test_stored_executes_nothing(folder):
-    root = folder(nb_03_dead=DEAD)
-    assert run.main(["--stored"]) == 0
-    assert SITES[-1] == ([root / "notebooks" / "03_dead.ipynb"], {})
-
-
 NO_NOTEBOOKS = {
     "truncated": b'{"cells": [',
     "empty": b"",
@@ -167,7 +150,7 @@ NO_NOTEBOOKS = {
 @pytest.mark.parametrize("mode, failed", [("--check", "Failed:"), ("--stored", "There is no site:")])
 def test_what_is_no_notebook_is_a_failure_that_names_the_file(folder, capsys, mode, failed):
     """The others go on."""
-    root = folder(nb_01_good=SHORT)
+    root = folder(nb_01_good=GOOD)
     for number, (name, content) in enumerate(NO_NOTEBOOKS.items(), 2):
         path = root / "notebooks" / f"{number:02}_{name}.ipynb"
         path.write_bytes(content) if content is not None else path.symlink_to("nowhere")
@@ -180,13 +163,12 @@ def test_what_is_no_notebook_is_a_failure_that_names_the_file(folder, capsys, mo
     assert "free some space" not in printed
 
 
-def test_a_site_without_a_notebooks_outputs_says_so(folder, capsys):
-    folder(nb_01_good=GOOD, nb_03_dead=DEAD, nb_04_prose=new_notebook(cells=DEAD.cells[:1]))
+def test_the_stored_site_executes_nothing_and_says_what_has_no_outputs(folder, capsys):
+    root = folder(nb_01_good=GOOD, nb_03_dead=DEAD, nb_04_prose=new_notebook(cells=DEAD.cells[:1]))
     assert run.main(["--stored"]) == 0
-    assert (
-        "Without outputs on the site: 01_good, 03_dead. `make store` executes and keeps them."
-        in capsys.readouterr().out
-    )
+    assert SITES[-1] == ([*sorted((root / "notebooks").iterdir())], {})
+    said = "Without outputs on the site: 01_good, 03_dead. `make store` executes and keeps them."
+    assert said in capsys.readouterr().out
 
 
 def test_who_is_second_waits(folder, capsys, monkeypatch):
@@ -221,22 +203,22 @@ def test_a_site_that_is_not_whole_is_a_failure(folder, capsys, monkeypatch):
 
 
 def test_a_kernel_has_the_environment_that_outputs_are_compared_in(ran):
-    (output,) = nbformat.read(ran[0] / "04_where.ipynb", 4).cells[1].outputs
+    """And no private path is stored from a cell that is not compared."""
+    cells = nbformat.read(ran[0] / "04_where.ipynb", 4).cells
     half = str(max(1, os.cpu_count() // 2))  # of the cores: another notebook runs beside it
-    assert output.data["text/plain"] == str([*run.ENVIRONMENT.values(), half])
+    assert cells[1].outputs[0].data["text/plain"] == str([*run.ENVIRONMENT.values(), half])
+    assert cells[2].outputs[0].text == "~/x\n"
 
 
-def test_no_private_path_is_stored_from_a_cell_that_is_not_compared(ran):
-    assert nbformat.read(ran[0] / "04_where.ipynb", 4).cells[2].outputs[0].text == "~/x\n"
-
-
-def test_only_some(folder, capsys):
-    root = folder(nb_01_good=SHORT, nb_02_bad=BAD)
-    assert run.main(["01"]) == 0
-    assert [path.name for path in (root / "build").glob("0*")] == ["01_good.ipynb"]
-    assert SITES[-1][0] == [root / "build" / "01_good.ipynb", root / "notebooks" / "02_bad.ipynb"], (
-        "and the stored others"
-    )
+def test_only_some_and_what_ran_is_stored(folder, capsys):
+    root = folder(nb_01_good=GOOD, nb_02_bad=BAD)
+    before = (root / "notebooks" / "02_bad.ipynb").read_bytes()
+    assert run.main(["--store", "01"]) == 0
+    stored = nbformat.read(root / "notebooks" / "01_good.ipynb", 4)
+    assert stored.cells[1].outputs[0].data["text/plain"] == "2" and stored.cells[1].execution_count == 1
+    assert (root / "notebooks" / "02_bad.ipynb").read_bytes() == before
+    built = [root / "build" / "01_good.ipynb", root / "notebooks" / "02_bad.ipynb"]
+    assert SITES[-1][0] == built, "and the stored others"
     assert run.main(["07"]) == 2
     assert "There are: 01_good, 02_bad" in capsys.readouterr().out
 
@@ -249,25 +231,26 @@ def test_a_signal_leaves_no_process(folder, tmp_path_factory, number, status):
         return of(f"{number} · Wait", f"import time\nopen('started{number}', 'w').close()\ntime.sleep(600)")
 
     root = folder(nb_01_slow=slow(1), nb_02_slow=slow(2), nb_05_slow=slow(5))
-    tools = Path(run.__file__).parent
     code = (
-        f"import sys; sys.path.insert(0, {str(tools)!r}); import pathlib, series, run; series.ROOT = root = pathlib.Path({str(root)!r}); "
-        "series.NOTEBOOKS, series.BUILD = root / 'notebooks', root / 'build'; sys.exit(run.main(['--jobs', '2']))"
+        f"import sys; sys.path.insert(0, {str(Path(run.__file__).parent)!r}); import pathlib, series, run\n"
+        f"series.ROOT = root = pathlib.Path({str(root)!r}); series.NOTEBOOKS, series.BUILD = root / 'notebooks', root / 'build'\n"
+        "sys.exit(run.main(['--jobs', '2']))"
     )
     temporary = tmp_path_factory.mktemp("temporary")
     environ = {**os.environ, "TMPDIR": str(temporary)}
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ)
-    deadline = time.monotonic() + 60
-    while not all((root / "notebooks" / f"started{number}").exists() for number in (1, 5)):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) >= 2, "the kernels"
-    assert not (root / "notebooks" / "started2").exists(), "the longest are begun first"
-    process.send_signal(number)
-    printed, _ = process.communicate(timeout=30)
-    assert process.returncode == status and ("Interrupted" in printed) == (number == 2)
-    assert not psutil.wait_procs(family, timeout=30)[1]
+    started = [root / "notebooks" / f"started{number}" for number in (1, 5)]
+    try:
+        wait_until(lambda: process.poll() is not None or all(path.exists() for path in started), 120)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 2, "the kernels"
+        assert not (root / "notebooks" / "started2").exists(), "the longest are begun first"
+        process.send_signal(number)
+        printed, _ = process.communicate(timeout=30)
+        assert process.returncode == status and ("Interrupted" in printed) == (number == 2)
+        assert not psutil.wait_procs(family, timeout=30)[1]
+    finally:
+        process.kill()
     left = [path.name for path in temporary.iterdir()]
     assert all(name.startswith("virtualgpu-") for name in left) and bool(left) == (number == 9)
 

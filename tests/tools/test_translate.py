@@ -48,14 +48,10 @@ def test_a_lesson_in_a_test_language(project, tmp_path, capsys):
     notebook.cells[2].source = notebook.cells[2].source.replace(english[0], english[0] + " today")
     nbformat.write(notebook, project)
     translate.main(["update", "ko", "03"])
-    assert catalogue_of(file)[english[0] + " today"].fuzzy
+    assert read_po(file.open("rb"))[english[0] + " today"].fuzzy
     translate.main(["write", "ko", "03"])
     after = series.read(tmp_path / "build" / "ko" / project.name)
     assert english[0] + " today" in after.cells[2].source
-
-
-def catalogue_of(file):
-    return read_po(file.open("rb"))
 
 
 def test_without_a_translation_nothing_changes(project):

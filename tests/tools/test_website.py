@@ -4,13 +4,11 @@ import doctest
 import re
 from urllib.parse import unquote
 
-import lesson_page
 import pytest
 import series
 import stamp
 import website
 from bs4 import BeautifulSoup
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 import virtualgpu
 
@@ -35,19 +33,15 @@ def pages(site):
 
 
 def test_each_lesson_has_a_page_with_a_button_for_colab(pages):
+    names = {path.stem for path in series.notebooks()}
     for path in series.notebooks():
         page = pages[f"notebooks/{path.stem}.html"]
         in_colab = re.search(r"https://colab[^)]*/github/[^)]*", stamp.badges(series.read(path), path.name))[0]
-        assert page.find("a", href=in_colab), path.stem
+        assert page.find("a", class_="open-in", href=in_colab), path.stem
         assert page.select_one(".next-page, .right-next, .prev-next-footer a"), "the way to the next page"
-
-
-def test_an_old_address_leads_to_the_lesson(pages):
-    names = {path.stem for path in series.notebooks()}
     for old, new in website.MOVED.items():
         assert new in names and old not in names
-        page = pages[f"notebooks/{old}.html"]
-        assert page.find("meta", {"http-equiv": "refresh"})["content"] == f"0; url={new}.html"
+        assert pages[f"notebooks/{old}.html"].find("meta", content=f"0; url={new}.html")
 
 
 def test_links_and_pictures_lead_somewhere(site, pages):
@@ -73,10 +67,18 @@ def test_a_page_is_light_asks_nothing_of_the_outside_and_has_words_for_each_pict
         assert (site / name).stat().st_size < 3_000_000, name
 
 
-def test_the_search_knows_the_prose(site):
-    """searchindex.js is read by a script tag, so that the search works from the disk, too."""
+def test_the_search_works_from_the_disk_and_only_icons_that_are_used_are_loaded(site, pages):
+    """searchindex.js is read by a script tag."""
     index = (site / "searchindex.js").read_text("utf-8")
     assert index.startswith("Search.setIndex(") and "micro" in index and "notebooks/03_pipeline_parallel" in index
+    icons = (site / "_static/scripts/fontawesome.js").read_text("utf-8")
+    assert 50_000 < len(icons) < 200_000
+    shown = {
+        name
+        for page in pages.values()
+        for name in re.findall(r"fa-(bars|magnifying-glass|circle-half-stroke)\b", str(page))
+    }
+    assert len(shown) == 3 and all(re.search(rf'"?{name}"?:\[', icons) or f'"{name}"' in icons for name in shown)
 
 
 def test_the_table_of_lessons(pages):
@@ -90,16 +92,17 @@ def test_the_table_of_lessons(pages):
 
 
 def test_options_and_cards_are_those_of_the_runner(pages):
-    assert (
-        "Changes" in pages["changelog.html"].text
-        and "--gpus-per-node" in pages["engine/options.html"].text
-        and "--vary" in pages["engine/options.html"].text
-    )
-    assert "NVIDIA T4 data sheet (2019)" in pages["engine/cards.html"].text, "with sources"
+    found = {
+        "changelog.html": "Changes",
+        "engine/options.html": "--gpus-per-node",
+        "engine/cards.html": "NVIDIA T4 data sheet (2019)",
+    }
+    assert all(words in pages[name].text for name, words in found.items())
+    assert "--vary" in pages["engine/options.html"].text
 
 
 def test_sliders_and_answers_are_on_the_pages(pages):
-    """An answer is closed, nobody is told that nothing was predicted, and no picture is within a page."""
+    """An answer is closed and so is a solution, nobody is told that nothing was predicted, and each picture is a file."""
     for path in series.notebooks():
         cells = series.code_cells(series.read(path))
         stored = "".join(output.get("data", {}).get("text/html", "") for cell in cells for output in cell.outputs)
@@ -109,31 +112,13 @@ def test_sliders_and_answers_are_on_the_pages(pages):
         assert len(answers) == stored.count("<summary>The answer") and not any("open" in fold.attrs for fold in answers)
         shown = "".join(series.said(cell) for cell in cells if "exercise" not in series.tags(cell))
         assert "predicted nothing" not in page.text and page.text.count("[not yet]") == shown.count("[not yet]")
-        assert not [image for image in page.find_all("img") if image["src"].startswith("data:image/png")]
-    assert any(page.select("figure.frames") for page in pages.values())
-
-
-def test_the_front_page_moves(tmp_path):
-    """Lesson 03's slider, its pictures as files."""
-    html = """<figure class="frames"><img alt="a" src="data:image/png;base64,cGljdHVyZQ=="></figure>"""
-    slider = new_output("display_data", {"text/html": html})
-    notebook = new_notebook(cells=[new_code_cell("plots.slider()", outputs=[slider])])
-    (tmp_path / "pictures").mkdir()
-    page = website.plays([(series.NOTEBOOKS / "03_x.ipynb", notebook)], tmp_path)
-    assert '<img alt="a" loading="lazy" src="_static/pictures/plays-1.png">' in page and "setInterval" in page
-    assert (tmp_path / "pictures" / "plays-1.png").read_bytes() == b"picture"
-    assert website.plays([(series.NOTEBOOKS / "04_x.ipynb", notebook)], tmp_path) == ""
-
-
-def test_only_icons_that_are_used_are_loaded(site, pages):
-    icons = (site / "_static/scripts/fontawesome.js").read_text("utf-8")
-    assert 50_000 < len(icons) < 200_000
-    shown = {
-        name
-        for page in pages.values()
-        for name in re.findall(r"fa-(bars|magnifying-glass|circle-half-stroke|chevron-right)\b", str(page))
-    }
-    assert len(shown) > 2 and all(re.search(rf'"?{name}"?:\[', icons) or f'"{name}"' in icons for name in shown)
+        solutions = [summary.text.split() for summary in page.select(".tag_solution.tag_hide-cell summary")]
+        assert solutions == [["Solution", "Solution"]] * sum("solution" in series.tags(cell) for cell in cells)
+        assert "@title" not in page.text
+        images = [image for image in page.find_all("img") if "/pictures/" in image["src"]]
+        assert images and all(image.get("width") and image.get("loading") == "lazy" for image in images)
+        assert "data:image/png" not in str(page.select_one("article"))
+    assert "setInterval" in str(pages["index.html"]) and len(pages["index.html"].select(".plays figure.frames img")) > 5
 
 
 def test_a_broken_link_is_said(tmp_path):
@@ -165,36 +150,6 @@ def test_links_of_the_repository_are_the_sites(target, folder, led):
     assert found.endswith(led) if led.startswith(BLOB) else found == led
 
 
-def test_what_a_page_lacks_is_put_into_words(tmp_path):
-    def shown(**data):
-        return new_output("display_data", data, metadata={"image/png": {"alt": 'It "rises"', "width": 700}})
-
-    hidden = {"jupyter": {"source_hidden": True}, "tags": ["solution"]}
-    image = '<img alt="It" width="700" src="data:image/png;base64,cGFnZQ==">'
-    said = [new_output("stream", text="[not yet] it raises\n")]
-    two = {"image/png": "cGFnZQ==", "text/html": f"<p>{image}{image}</p>"}
-    notebook = new_notebook(cells=[
-        new_markdown_cell("# 01\n\n[![Open in Colab](https://badge.svg)](https://colab/01)"),
-        new_code_cell('# @title Solution { display-mode: "form" }\nx = 1', metadata=hidden, outputs=said),
-        new_code_cell('# @title Drawing { display-mode: "form" }\ny = 1', metadata={"jupyter": hidden["jupyter"]}),
-        new_code_cell("guess = None", metadata={"tags": ["prediction"]}),
-        new_code_cell("checks.x()", metadata={"tags": ["exercise"]}, outputs=said),
-        new_code_cell("plot()", outputs=[shown(**{"image/png": "cGljdHVyZQ=="})]),
-        new_code_cell("slide()", outputs=[shown(**two)]),
-    ])  # fmt: skip
-    page = lesson_page.made_of(notebook, "01_x", tmp_path, lambda text, folder: text)
-    badge, solution, drawing, _, exercise, drawn, slider = page.cells
-    assert "[Open in Colab](https://colab/01)" in badge.source and "svg" not in badge.source
-    assert solution.source == "x = 1" and "hide-cell" in solution.metadata["tags"], "with its output"
-    assert solution.metadata["mystnb"]["code_prompt_show"] == "Solution"
-    assert drawing.metadata["tags"] == ["hide-input"] and exercise.outputs == []
-    assert 'alt="It &quot;rises&quot;" width="700"' in drawn.outputs[0].data["text/html"]
-    files = [f'<img alt="It" width="700" loading="lazy" src="../_static/pictures/01_x-{i}.png">' for i in (2, 3)]
-    assert slider.outputs[0].data == {"text/html": f"<p>{''.join(files)}</p>"}
-    assert [(tmp_path / "pictures" / f"01_x-{i}.png").read_bytes() for i in (1, 2, 3)] == [b"picture", b"page", b"page"]
-    assert notebook.cells[1].source.startswith("# @title"), "the notebook itself stays"
-
-
 def test_the_examples_of_the_names_run():
     """docs/api.md has one for each public name, or says where it is shown."""
     text = (series.ROOT / "docs" / "api.md").read_text("utf-8")
@@ -209,10 +164,7 @@ def test_the_examples_of_the_names_run():
 
 
 def test_the_map_shows_what_builds_on_what():
-    drawing = website.series_map([(path, series.read(path)) for path in series.notebooks()])
-    assert drawing.count("<a href=") == len(series.notebooks())
-    needed = sum(
-        len(re.findall(r"\]\(\d\d_\w+\.ipynb\)", series.summary(series.read(path)).needs))
-        for path in series.notebooks()
-    )
-    assert drawing.count("marker-end") == needed > 8
+    lessons = [(path, series.read(path)) for path in series.notebooks()]
+    drawing = website.series_map(lessons)
+    needed = "".join(series.summary(notebook).needs for _, notebook in lessons).count(".ipynb)")
+    assert drawing.count("<a href=") == len(lessons) and drawing.count("marker-end") == needed > 8

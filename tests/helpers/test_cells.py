@@ -1,4 +1,4 @@
-"""An error that notebook 06 forgets, and what it kept alive."""
+"""What a cell needs beside PyTorch: a bar, and an error that is forgotten with what it kept alive."""
 
 import json
 import sys
@@ -7,13 +7,19 @@ import textwrap
 import pytest
 import torch
 
-from helpers import forget_error
+import helpers
 from tests import forks
 
 MIB = 1 << 20
 
 
-pytestmark = pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("disabled", [None, "1"])
+def test_the_bar_is_drawn_unless_disabled(monkeypatch, disabled):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    if disabled:
+        monkeypatch.setenv("TQDM_DISABLE", disabled)
+    bar = helpers.progress(range(3), "epochs")
+    assert bar.disable == bool(disabled) and list(bar) == [0, 1, 2]
 
 
 FAILS = """
@@ -27,8 +33,6 @@ def grow(x):
 
 grow(torch.zeros(1 << 20, device="cuda"))
 """
-
-
 CAUGHT = FAILS.replace("\ngrow(", "\ntry:\n    grow(").rstrip() + (
     "\nexcept torch.OutOfMemoryError:\n    get_ipython().showtraceback()\n"
     "helpers.forget_error()\nprint(torch.cuda.memory_allocated())"
@@ -36,16 +40,14 @@ CAUGHT = FAILS.replace("\ngrow(", "\ntry:\n    grow(").rstrip() + (
 CELLS = {
     "fails": FAILS,
     "collects": "import gc; gc.collect(); torch.cuda.empty_cache(); print(torch.cuda.memory_allocated())",
+    "fails again": FAILS,  # IPython keeps an error in the result of the last cell, too, until another cell has ended
     "forgets": "helpers.forget_error(); import sys; print(torch.cuda.memory_allocated(), hasattr(sys, 'last_value'))",
-    "fails again": FAILS,
-    "forgets at once": "helpers.forget_error(); print(torch.cuda.memory_allocated())",
     "fails and forgets": CAUGHT,
 }
 
 
-@pytest.fixture(scope="module")
-def printed():
-    """{cell: the last words that it printed}, run one after the other in an IPython shell of another process."""
+def test_an_uncaught_error_keeps_its_tensors_until_it_is_forgotten():
+    """The last words of each cell, run one after the other in an IPython shell of another process."""
     code = f"""
     import contextlib, io, json
     from IPython.core.interactiveshell import InteractiveShell
@@ -58,20 +60,9 @@ def printed():
     """
     done = forks.run("-c", textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_an_uncaught_error_keeps_its_tensors_until_it_is_forgotten(printed):
-    assert int(printed["collects"]) > 40 * MIB and printed["forgets"] == "0 False"
-
-
-def test_an_uncaught_error_is_forgotten_in_the_very_next_cell(printed):
-    """IPython keeps it in the result of the last cell, too, until another cell has ended."""
-    assert printed["forgets at once"] == "0"
-
-
-def test_forgetting_in_the_cell_that_failed_works_too(printed):
-    assert printed["fails and forgets"] == "0"
+    printed = json.loads(done.stdout.splitlines()[-1])
+    assert int(printed["collects"]) > 40 * MIB
+    assert (printed["forgets"], printed["fails and forgets"]) == ("0 False", "0")
 
 
 def test_an_error_raised_from_another_gives_both_back(gpu):
@@ -91,5 +82,5 @@ def test_an_error_raised_from_another_gives_both_back(gpu):
     except RuntimeError as error:
         sys.last_value = error
     assert torch.cuda.memory_allocated() == 8 * MIB
-    forget_error()
+    helpers.forget_error()
     assert torch.cuda.memory_allocated() == 0
