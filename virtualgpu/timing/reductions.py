@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     def seconds(self, kernels, nbytes: float) -> float:
         """On that card, of so many bytes."""
         spec, threads, blocks = kernels.spec, self.across * self.down, self.grid * self.blocks
-        waves = ceil(blocks / (spec.processors * max(1, spec.limits.threads // threads)))
+        waves = ceil(blocks / (spec.processors * max(1, kernels.threads // threads)))
         waiting = waves * ceil(self.each / LOADS) * (DIVIDED_ROUND if self.divided else ROUND)
         working = max((THREAD + TELLING * self.along) * threads * blocks, DIVIDED * self.divided)
         seconds = spec.kernel + max(kernels.took(waiting), kernels.working(nbytes, working))

@@ -83,7 +83,10 @@ class Engine:
         if ends and start == ends[-1]:
             ends[-1] = end
         elif not ends or start > ends[-1]:
-            self._insert(len(ends), start, end)
+            self.starts.append(start)
+            ends.append(end)
+            if len(ends) > self.KEPT:
+                self._forget()
 
     def cover(self, start: float, end: float) -> list[tuple[float, float]]:
         """It was busy then, in part perhaps as is known already: the parts that are new."""
@@ -118,9 +121,13 @@ class Engine:
             ends[index] = ends.pop(index + 1)
             del starts[index + 1]
         if len(ends) > self.KEPT:
-            half = self.KEPT // 2
-            self.floor = ends[half - 1]
-            del starts[:half], ends[:half]
+            self._forget()
+
+    def _forget(self) -> None:
+        """The older half."""
+        half = self.KEPT // 2
+        self.floor = self.ends[half - 1]
+        del self.starts[:half], self.ends[:half]
 
 
 @dataclass(slots=True)
@@ -171,14 +178,6 @@ class Priorities:
         spans, index = one.place or ([], 0)
         if index < len(spans) and spans[index].start == before:
             spans[index] = replace(spans[index], start=start, end=one.end)
-
-
-def node_in_cpp() -> int | None:
-    """The number of the node that a backward pass is at; None in a function of Python, and in a hook of a leaf."""
-    node = _compat.current_node()
-    if node is None or isinstance(node, _compat.PythonNode) or hasattr(node, "variable"):
-        return None
-    return _compat.sequence_number(node)
 
 
 class HostThread(threading.local):
