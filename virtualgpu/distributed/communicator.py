@@ -20,10 +20,9 @@ from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed import transport
 from virtualgpu.distributed.calls import KINDS, Call, Splits, check, check_what_nccl_has, signature_of
 from virtualgpu.distributed.collectives import Agreement
-from virtualgpu.distributed.objects import DryCollective
 from virtualgpu.distributed.shared_clock import LEFT, Arrivals, Signature, explain
 from virtualgpu.distributed.topology import Layout
-from virtualgpu.distributed.transport import Transfer
+from virtualgpu.distributed.transport import DryCollective, Transfer
 from virtualgpu.engine.machine import GPU, Machine, dry_runs
 from virtualgpu.memory.ledger import Communication
 from virtualgpu.timing.clock import Clock
@@ -334,7 +333,7 @@ class VirtualWork(SimulatedWork):
                 self._transfer = Transfer(comm.gloo, known.call, comm.rank, comm.size, comm.timeout)
                 known.carried_by(self._transfer)
             elif known.call is not None:
-                known.alone(comm.rank, comm.size)
+                known.end(known.known and known.call.collective.alike(known.call, comm.rank, comm.size))
 
     def finish(self) -> None:
         """The numbers are there, and the end is known. Raises what it failed with."""

@@ -1,14 +1,27 @@
-"""The life of a process group: what stands in for PyTorch's functions that make, name and destroy one, and collect its collectives.
+"""What stands in for torch.distributed's functions of Python: that make, name and destroy a group, collect its collectives, and send objects.
 
 A stand-in is a function that is given the machine, and PyTorch's own: `Patches.stand_in`.
 """
 
+import inspect
 import sys
 
 import torch
+from torch import distributed as dist
 
 from virtualgpu._compat import distributed as _compat
-from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.machine import Machine, dry_runs
+from virtualgpu.torch_api.patches import Patches
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    """All of this file's stand-ins, also where a program imported the functions by name."""
+    for function in (destroy_process_group, split_group, init_process_group, new_group, get_backend):
+        patches.stand_in_everywhere(_compat.c10d, function.__name__, function, machine)
+    for function in (start_coalescing, end_coalescing):
+        patches.stand_in(_compat.ProcessGroup, f"_{function.__name__}", function, machine)
+    for name in OBJECTS:
+        patches.stand_in_everywhere(_compat.c10d, name, _of_objects, machine)
 
 
 def init_process_group(machine: Machine, original, *args, **kwargs):
@@ -95,3 +108,43 @@ def end_coalescing(machine: Machine, original, group, device):
 
 def _on_gpus(group, device) -> bool:
     return torch.device(device).type == "cuda" and "cuda" in _compat.device_types(group)
+
+
+# -- Python objects that ranks send each other have values in a dry run, too: they travel as small tensors with numbers.
+#
+# A rank that is played alone has nobody to tell it anything: where each rank has an object, the others' are taken to be like its own,
+# and what another rank alone knows raises NotImplementedError.
+
+
+OF_ONE_RANK = ("broadcast_object_list", "scatter_object_list", "recv_object_list")  # what `src` alone knows
+OBJECTS = (*OF_ONE_RANK, "send_object_list", "all_gather_object", "gather_object")
+
+
+def with_numbers(machine: Machine, original, *args, **kwargs):
+    """original(...), for this thread with numbers also in a dry run."""
+    if not machine.some_dry:
+        return original(*args, **kwargs)
+    with dry_runs.set_here(False):
+        return original(*args, **kwargs)
+
+
+def _of_objects(machine: Machine, original, *args, **kwargs):
+    if machine.single_rank is None:
+        return with_numbers(machine, original, *args, **kwargs)
+    name, arguments = original.__name__, inspect.signature(original).bind(*args, **kwargs).arguments
+    group = arguments.get("group") or dist.group.WORLD
+    if name == "all_gather_object":
+        arguments["object_list"][:] = [arguments["obj"]] * group.size()
+    elif name == "gather_object" and arguments.get("object_gather_list") is not None:
+        arguments["object_gather_list"][:] = [arguments["obj"]] * group.size()
+    elif name in OF_ONE_RANK and not _is_this_rank(group, arguments.get("src"), arguments.get("group_src")):
+        raise NotImplementedError(
+            f"{name}: this process plays rank {dist.get_rank()} alone, and nobody tells it another rank's objects. Play the rank that "
+            "knows them (rank=), or start all ranks. A PipelineStage asks for none that is given input_args= and output_args="
+        )
+    elif name == "scatter_object_list":
+        arguments["scatter_object_output_list"][0] = arguments["scatter_object_input_list"][group.rank()]
+
+
+def _is_this_rank(group, src: int | None, group_src: int | None) -> bool:
+    return (src or 0) == dist.get_rank() if group_src is None else group_src == group.rank()

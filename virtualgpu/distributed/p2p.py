@@ -12,9 +12,8 @@ from torch import distributed as dist
 from virtualgpu._compat.distributed import Work
 from virtualgpu.distributed.communicator import Communicator, SimulatedWork
 from virtualgpu.distributed.message_log import RECV, SEND, Awaited, Hang, Message, MessageLog, describe
-from virtualgpu.distributed.objects import extent, hear, message_of
 from virtualgpu.distributed.shared_clock import SingleRankArrivals, real_sleep, real_time
-from virtualgpu.distributed.transport import flat
+from virtualgpu.distributed.transport import extent, flat, hear, message_of
 from virtualgpu.engine.machine import GPU
 from virtualgpu.engine.values import invalidate
 from virtualgpu.hardware.network import STEPS

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from virtualgpu._compat import distributed as _compat
 from virtualgpu._compat import is_really_meta, packet, schema
 from virtualgpu.distributed import p2p, transport
+from virtualgpu.distributed.calls import refused_by_nccl
 from virtualgpu.distributed.collectives import FUNCTIONS, OPERATIONS
 from virtualgpu.distributed.communicator import CoalescedWork, Communicator, Statistics
 from virtualgpu.distributed.message_log import RECV, SEND
@@ -28,11 +29,12 @@ from virtualgpu.distributed.shared_clock import (
     explain,
     processes,
 )
-from virtualgpu.distributed.topology import Layout, Where, one_gpu_each
+from virtualgpu.distributed.topology import Layout, Where
 from virtualgpu.engine import overrides
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.storage import allocation_of, gpu_of, storage_of
 from virtualgpu.engine.values import invalidate
+from virtualgpu.environment import bus_id
 from virtualgpu.torch_api.patches import Patches
 
 # -- Process groups of virtual GPUs: what `init_process_group("nccl")` makes, and the communicators behind all groups.
@@ -306,6 +308,21 @@ class Communicators:
         return gpu
 
 
+def one_gpu_each(ranks: list[Where]) -> None:
+    """Raises NCCL's error (src/init.cc) where two ranks use one GPU: most often nobody called torch.cuda.set_device."""
+    for rank, where in enumerate(ranks):
+        for other in range(rank):
+            if where.card and (where.node, where.card) == (ranks[other].node, ranks[other].card):
+                bus = bus_id(int(where.card.split()[-1]))
+                raise refused_by_nccl(
+                    "NCCLUtils.cpp:93",
+                    "invalid usage",
+                    "This usually reflects invalid usage of NCCL library.",
+                    f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {bus}: NCCL takes one GPU for each rank. "
+                    "Call torch.cuda.set_device(local_rank) first, or start as many ranks as there are GPUs",
+                )
+
+
 def _made_by_cpp(tensor: torch.Tensor) -> bool:
     allocation = allocation_of(tensor)
     return allocation is not None and allocation.gpu is None
@@ -466,31 +483,23 @@ def install(machine: Machine, patches: Patches) -> None:
     """All that this package replaces; nothing where PyTorch was built without torch.distributed."""
     if not torch.distributed.is_available():
         return
-    from virtualgpu._compat import distributed as _compat
-    from virtualgpu.distributed import dtensor, groups, objects, parallel
+    from virtualgpu.distributed import dtensor, groups, parallel
 
     machine.communicate_by(Communicators(machine))
     overrides.register_namespace("c10d", of_c10d)
     overrides.register_namespace("_c10d_functional", of_functional)
     overrides.register_namespace("_dtensor", of_dtensor)
     _backend(machine, patches)
-    c10d, group = _compat.c10d, _compat.ProcessGroup
-    for name in ("destroy_process_group", "split_group", "init_process_group", "new_group", "get_backend"):
-        patches.stand_in_everywhere(c10d, name, getattr(groups, name), machine)
-    for name in ("start_coalescing", "end_coalescing"):
-        patches.stand_in(group, f"_{name}", getattr(groups, name), machine)
     if (make := _compat.make_premul_sum) is not None:
         patches.stand_in_everywhere(torch.distributed, make.__name__, _compat.premul_sum)
     atexit.register(machine.communicators.end)  # gloo's threads must not outlive the interpreter
     patches.undo(lambda: atexit.unregister(machine.communicators.end))
-    for module in (parallel, dtensor, objects):
+    for module in (groups, parallel, dtensor):
         module.install(machine, patches)
 
 
 def _backend(machine: Machine, patches: Patches) -> None:
     """PyTorch finds NCCL, and makes its groups from our class."""
-    from virtualgpu._compat import distributed as _compat
-
     c10d, backend, cpp = _compat.c10d, _compat.c10d.Backend, _compat.cpp
     patches.set(c10d, "_NCCL_AVAILABLE", True)
     patches.replace_everywhere(c10d, "is_nccl_available", lambda: True)

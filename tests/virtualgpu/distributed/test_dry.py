@@ -9,7 +9,7 @@ from torch import nn
 
 import virtualgpu
 from tests.virtualgpu.distributed.conftest import started
-from virtualgpu.distributed import rank_config
+from virtualgpu.distributed.topology import RankConfig
 from virtualgpu.engine.machine import CONTEXT
 from virtualgpu.run.ranks import launch
 
@@ -324,7 +324,7 @@ def test_a_model_over_hundreds_of_ranks(without_workspaces):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    before = {name: os.environ.get(name) for name in rank_config.make(1).environ}
+    before = {name: os.environ.get(name) for name in RankConfig(1).environ}
     held = {}
     for world in (8, 512):
         with virtualgpu.dry_run(world_size=world, rank=5):
