@@ -86,7 +86,7 @@ class Messages:
         key = -1 if exchange.batched else exchange.messages[0][1]
         issued, current = comm.clock.collectives.come_to(gpu.index)
         if exchange.batched:
-            comm.settle_collectives()  # on the same stream
+            comm.settle()  # on the same stream
             issued = max(issued, comm.end)
         if key not in self._streams:
             self._streams[key] = comm.clock.collectives.new_stream(gpu.index)

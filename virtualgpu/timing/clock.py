@@ -210,7 +210,10 @@ class Clock(HostTime):
             local.backward[gpu] += seconds
             now = local.backward[gpu]
         else:
-            now = local.now = self._turn(local, local.now + seconds)
+            now = local.now + seconds
+            if local.replicas > 1 or local.contends or self.lock is not None:
+                now = self._turn(local, now)
+            local.now = now
         if self.stopped:
             self.check(gpu)
         return now
