@@ -304,8 +304,8 @@ class VirtualWork(SimulatedWork):
                 if known.call is not None and comm.gloo is not None:
                     self._transfer = Transfer(comm.gloo, known.call, comm.rank, comm.size, comm.timeout)
                     known.carried_by(self._transfer)
-                elif known.call is not None:  # the other ranks are like this one
-                    known.end(known.known and known.call.collective.alike(known.call, comm.rank, comm.size))
+                elif known.call is not None and (alike := self.call.collective.alike) is not None:
+                    known.end(known.known and alike(known.call, comm.rank, comm.size))
         elif comm.gloo is not None:
             self._transfer = Transfer(comm.gloo, self.call, comm.rank, comm.size, comm.timeout)
         if self._transfer is not None and not self.at_once:  # otherwise nobody else meets its tensors meanwhile

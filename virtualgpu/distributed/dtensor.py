@@ -24,7 +24,7 @@ def install(machine: Machine, patches: Patches) -> None:
     for name, value in list(vars(mesh).items()):  # it computes with small CPU tensors: in a dry run with numbers, too
         if name in AS_IT_IS or isinstance(value, (type, classmethod)):
             continue
-        if isinstance(value, property):
+        if isinstance(value, property) and value.fget is not None:
             patches.replace(mesh, name, property(standing_in(value.fget, _with_numbers, machine), value.fset))
         elif isinstance(value, staticmethod):
             patches.replace(mesh, name, staticmethod(standing_in(value.__func__, _with_numbers, machine)))
@@ -123,28 +123,25 @@ def _uniform(original, tensor, low=0.0, high=1.0, generator=None):
 # draws its numbers from that seed and its place.
 
 
+TRACKER = "TrackerOfVirtualGPUs"
 SPREAD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 spreads seeds
 
 
 def install_random(patches: Patches) -> None:
     """Replace OffsetBasedRNGTracker and, in versions that have it, run_dtensor_rng_op. Called again, there is nothing to do."""
     dispatch, random, tracker = dtensor_random()
-    if hasattr(random.OffsetBasedRNGTracker, "of_virtual_gpus"):
+    if random.OffsetBasedRNGTracker.__name__ == TRACKER:
         return
 
-    class Tracker(tracker):
-        of_virtual_gpus = True
+    def init(self, device_mesh, run_state_sync: bool = True) -> None:
+        tracker.__init__(self, torch.device(device_mesh.device_type, torch.cuda.current_device()))
 
-        def __init__(self, device_mesh, run_state_sync: bool = True):
-            super().__init__(torch.device(device_mesh.device_type, torch.cuda.current_device()))
-
-        def _distribute_region(self, spec, generator=None):
-            return drawn_by(shard_of(spec), generator)
-
-        def _compute_rng_offsets(self, spec) -> tuple[int, int]:
-            return shard_of(spec), 0  # for run_op below
-
-    patches.replace(random, "OffsetBasedRNGTracker", Tracker)
+    methods = {
+        "__init__": init,
+        "_distribute_region": lambda self, spec, generator=None: drawn_by(shard_of(spec), generator),
+        "_compute_rng_offsets": lambda self, spec: (shard_of(spec), 0),  # for run_op below
+    }
+    patches.replace(random, "OffsetBasedRNGTracker", type(TRACKER, (tracker,), methods))
     patches.set(random, "_rng_tracker", None)
     if hasattr(dispatch, "run_dtensor_rng_op"):
         patches.replace(dispatch, "run_dtensor_rng_op", run_op)

@@ -16,10 +16,10 @@ from virtualgpu.torch_api.patches import Patches
 
 def install(machine: Machine, patches: Patches) -> None:
     """All of this file's stand-ins, also where a program imported the functions by name."""
-    for function in (destroy_process_group, split_group, init_process_group, new_group, get_backend):
-        patches.stand_in_everywhere(_compat.c10d, function.__name__, function, machine)
-    for function in (start_coalescing, end_coalescing):
-        patches.stand_in(_compat.ProcessGroup, f"_{function.__name__}", function, machine)
+    for name in ("destroy_process_group", "split_group", "init_process_group", "new_group", "get_backend"):
+        patches.stand_in_everywhere(_compat.c10d, name, globals()[name], machine)
+    patches.stand_in(_compat.ProcessGroup, "_start_coalescing", start_coalescing, machine)
+    patches.stand_in(_compat.ProcessGroup, "_end_coalescing", end_coalescing, machine)
     for name in OBJECTS:
         patches.stand_in_everywhere(_compat.c10d, name, _of_objects, machine)
 

@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -57,14 +57,12 @@ class Options:
 class ProcessGroupNCCL(_compat.Gloo):
     """Stands in for NCCL's backend. Its numbers go by gloo."""
 
-    Options = _compat.RealNCCL.Options if _compat.RealNCCL else Options
+    Options: Any = _compat.RealNCCL.Options if _compat.RealNCCL else Options
     supports_splitting = False
     supports_coalescing = True
     supports_time_estimate = False
     communicators: "Communicators | None" = None  # of the session that it is of
-    worlds = (
-        0  # that this process has been in: a later one's addresses lie beside those of the first in torchrun's store
-    )
+    worlds = 0  # of this process: a later one's addresses lie beside those of the first in torchrun's store
 
     def __init__(self, store, rank: int, size: int, options=None, timeout: timedelta | None = None):
         limit = timeout or getattr(options, "_timeout", None) or timedelta(minutes=10)
@@ -94,6 +92,7 @@ class ProcessGroupNCCL(_compat.Gloo):
         return "nccl"
 
 
+RETURNED = "virtualgpu/returned"  # in the store of `launch`
 ALONE = frozenset({"cuda"})  # device types of a group that knows no CPU
 
 
@@ -189,7 +188,8 @@ class Communicators:
         if _compat.is_fake(group):
             single = self.machine.single_rank
             places = [here if single is None else here._replace(node=single.node(member)) for member in ranks]
-            arrivals, backend = SingleRankArrivals(rank, size), None
+            arrivals: Arrivals = SingleRankArrivals(rank, size)
+            backend = None
         else:
             try:
                 arrivals, places = self._meet_others(group, gpu, here, ranks, timeout)
@@ -232,10 +232,10 @@ class Communicators:
         for communicator in self.known.values():
             if communicator not in last:
                 communicator.arrivals.leave()
-        store.set(_returned(rank), "")
+        store.set(f"{RETURNED}/{rank}", "")
 
     def _returned(self, rank: int) -> bool:
-        return self._launched is not None and self._launched.check([_returned(rank)])
+        return self._launched is not None and self._launched.check([f"{RETURNED}/{rank}"])
 
     def _backend(self, group):
         for device in ("cuda", "cpu"):
@@ -250,11 +250,8 @@ class Communicators:
         kind = self.kinds.get(group)
         if kind is None:
             foreign = type(group) is not _compat.ProcessGroup  # written in Python as a whole
-            if not foreign:
-                backend = self._backend(group)
-                foreign = (
-                    not isinstance(backend, ProcessGroupNCCL) and type(backend).__module__ not in _compat.OF_PYTORCH
-                )
+            if not foreign and not isinstance(backend := self._backend(group), ProcessGroupNCCL):
+                foreign = type(backend).__module__ not in _compat.OF_PYTORCH
             kind = self.kinds[group] = GroupKind(_compat.device_types(group), foreign)
         return kind
 
@@ -297,7 +294,9 @@ class Communicators:
                 raise RuntimeError("No backend type associated with device type cuda")
         elif not elsewhere:
             return None
-        elif "cuda" in device_types and all(map(_made_by_cpp, elsewhere)):
+        elif "cuda" in device_types and all(
+            (allocation := allocation_of(tensor)) is not None and allocation.gpu is None for tensor in elsewhere
+        ):  # made by C++
             gpu = self.machine.gpu("cuda")
         elif device_types == ALONE:
             raise RuntimeError("No backend type associated with device type cpu")
@@ -321,15 +320,6 @@ def one_gpu_each(ranks: list[Where]) -> None:
                     f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {bus}: NCCL takes one GPU for each rank. "
                     "Call torch.cuda.set_device(local_rank) first, or start as many ranks as there are GPUs",
                 )
-
-
-def _made_by_cpp(tensor: torch.Tensor) -> bool:
-    allocation = allocation_of(tensor)
-    return allocation is not None and allocation.gpu is None
-
-
-def _returned(rank: int) -> str:
-    return f"virtualgpu/returned/{rank}"
 
 
 # -- What the dispatch mode does with operations of c10d, and with functional collectives.
@@ -438,12 +428,12 @@ def of_functional(dispatch, func, args, kwargs):
         return out
     collective, make = FUNCTIONS[name]
     with dispatch:
-        made = [make(collective, tensor, values, group.size()) for tensor in inputs]
-    for out, call in made:
+        filled = [make(collective, tensor, values, group.size()) for tensor in inputs]
+    for out, call in filled:
         gpu = communicators.place(group, call.tensors)
         work = communicators.of(group, gpu, call.kind).start(call, gpu, True)
         setattr(storage_of(out), WORK, work)
-    results = [out for out, _ in made]
+    results = [out for out, _ in filled]
     return results if "inputs" in values else results[0]
 
 
@@ -490,8 +480,8 @@ def install(machine: Machine, patches: Patches) -> None:
     overrides.register_namespace("_c10d_functional", of_functional)
     overrides.register_namespace("_dtensor", of_dtensor)
     _backend(machine, patches)
-    if (make := _compat.make_premul_sum) is not None:
-        patches.stand_in_everywhere(torch.distributed, make.__name__, _compat.premul_sum)
+    if (maker := _compat.make_premul_sum) is not None:
+        patches.stand_in_everywhere(dist, maker.__name__, _compat.premul_sum)
     atexit.register(machine.communicators.end)  # gloo's threads must not outlive the interpreter
     patches.undo(lambda: atexit.unregister(machine.communicators.end))
     for module in (groups, parallel, dtensor):
@@ -505,7 +495,7 @@ def _backend(machine: Machine, patches: Patches) -> None:
     patches.replace_everywhere(c10d, "is_nccl_available", lambda: True)
     if c10d.default_pg_nccl_timeout is None:
         patches.set(c10d, "default_pg_nccl_timeout", c10d.default_pg_timeout)
-    kind = type("ProcessGroupNCCL", (ProcessGroupNCCL,), {"communicators": machine.communicators})
+    kind: Any = type("ProcessGroupNCCL", (ProcessGroupNCCL,), {"communicators": machine.communicators})
     plugins = _compat.backends()  # others may register theirs meanwhile
     before = plugins.get("NCCL")
     plugins["NCCL"] = _compat.Plugin(kind.create, True)

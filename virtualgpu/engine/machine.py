@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import UUID
 
 import torch
@@ -348,7 +348,8 @@ class Machine:
         self.gpus = self._make_gpus()
         self.ledger: Ledger | None = None
         self.cached_by_dry_run = False
-        self.single_rank = self.communicators = None
+        self.single_rank = None
+        self.communicators: Any = None  # distributed.process_group.Communicators
         self.always_dry = False
         self.real_gpus = 0
         self.initialized = self.forked = self.closed = False
