@@ -105,38 +105,26 @@ def in_place(collective: Collective, args: Mapping, size: int) -> Call:
     return Call(collective, pairs, size_of(args["tensors"]), args.get("reduce_op"), args.get("root_rank", 0))
 
 
-def parts(collective: Collective, pairs: Iterable, args: Mapping, size: int) -> Call:
-    """Of what has a part for each rank on one side, and this rank's part on the other; nbytes counts all ranks' parts."""
-    pairs = [(list(outputs), list(inputs)) for outputs, inputs in pairs]
+def parts(collective: Collective, args: Mapping, size: int) -> Call:
+    """Of what has a part for each rank on one side, in one tensor or a list, and this rank's part on the other; several of these at once.
+    None where only the root has such a list. nbytes counts all ranks' parts."""
+    sides = [args[name] for name in list(args)[:2]]
+    outputs, inputs = ([side] if isinstance(side, torch.Tensor) else side for side in sides)
+    count = max(len(outputs), len(inputs))
+    pairs = list(zip(_lists(outputs, count), _lists(inputs, count), strict=True))
     nbytes = size * sum(size_of(pair[0 if collective.scatters else 1]) for pair in pairs)
     return Call(collective, pairs, nbytes, args.get("reduce_op"), args.get("root_rank", 0))
 
 
-def one_tensor(collective: Collective, args: Mapping, size: int) -> Call:
-    """All ranks' parts in one tensor."""
-    return parts(collective, [([args["output_tensor"]], [args["input_tensor"]])], args, size)
+def _lists(side, count: int) -> list[list[torch.Tensor]]:
+    return [[one] if isinstance(one, torch.Tensor) else list(one) for one in side] or [[] for _ in range(count)]
 
 
-def one_tensor_each(collective: Collective, args: Mapping, size: int) -> Call:
-    """The same of several tensors at once."""
-    pairs = (([output], [part]) for output, part in zip(args["outputs"], args["inputs"], strict=True))
-    return parts(collective, pairs, args, size)
-
-
-def lists(collective: Collective, args: Mapping, size: int) -> Call:
-    """A list with a tensor for each rank; none where only the root has one."""
-    outputs, inputs = args["output_tensors"], args["input_tensors"]
-    if collective.scatters:
-        outputs, inputs = [[tensor] for tensor in outputs], inputs or [[] for _ in outputs]
-    else:
-        outputs, inputs = outputs or [[] for _ in inputs], [[tensor] for tensor in inputs]
-    return parts(collective, zip(outputs, inputs, strict=True), args, size)
-
-
-def lists_by_rank(collective: Collective, args: Mapping, size: int) -> Call:
+def parts_by_rank(collective: Collective, args: Mapping, size: int) -> Call:
     """A list for each rank, with an output for each input."""
-    outputs, inputs = zip(*args["output_lists"], strict=True), ([tensor] for tensor in args["input_list"])
-    return parts(collective, zip(outputs, inputs, strict=True), args, size)
+    return parts(
+        collective, {"outputs": list(zip(*args["output_lists"], strict=True)), "inputs": args["input_list"]}, size
+    )
 
 
 def rows(collective: Collective, args: Mapping, size: int) -> Call:

@@ -25,11 +25,8 @@ from virtualgpu.distributed.calls import (
     check_reduction,
     check_rooted,
     in_place,
-    lists,
-    lists_by_rank,
-    one_tensor,
-    one_tensor_each,
     parts,
+    parts_by_rank,
     rows,
     splits_of_parts,
     splits_of_rows,
@@ -61,7 +58,7 @@ def functional_parts(collective: Collective, tensor: torch.Tensor, args: Mapping
     if out is None:
         count = tensor.shape[0] // size if collective.scatters else tensor.shape[0] * size
         out = tensor.new_empty((count, *tensor.shape[1:]))
-    return out, parts(collective, [([out], [tensor.contiguous()])], {"reduce_op": _reduce_op(args)}, size)
+    return out, parts(collective, {"output": out, "input": tensor.contiguous(), "reduce_op": _reduce_op(args)}, size)
 
 
 def functional_rows(collective: Collective, tensor: torch.Tensor, args: Mapping, size: int) -> Filled:
@@ -96,10 +93,8 @@ TABLE = (
     Collective(
         "all_gather",
         operations={
-            "_allgather_base_": one_tensor,
-            "allgather_": lists,
-            "allgather_coalesced_": lists_by_rank,
-            "allgather_into_tensor_coalesced_": one_tensor_each,
+            **dict.fromkeys(("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"), parts),
+            "allgather_coalesced_": parts_by_rank,
         },
         functions={f"all_gather_into_tensor{form}": functional_parts for form in ("", "_out", "_coalesced")},
         carry=transport.all_gather,
@@ -110,11 +105,9 @@ TABLE = (
     ),
     Collective(
         "reduce_scatter",
-        operations={
-            "_reduce_scatter_base_": one_tensor,
-            "reduce_scatter_": lists,
-            "reduce_scatter_tensor_coalesced_": one_tensor_each,
-        },
+        operations=dict.fromkeys(
+            ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"), parts
+        ),
         functions={f"reduce_scatter_tensor{form}": functional_parts for form in ("", "_out", "_coalesced")},
         carry=transport.reduce_scatter,
         checks=(check_reduction, check_parts),
@@ -149,7 +142,7 @@ TABLE = (
     ),
     Collective(
         "gather",
-        operations={"gather_": lists, "gather_into_tensor_": one_tensor},
+        operations={"gather_": parts, "gather_into_tensor_": parts},
         carry=transport.gather,
         checks=(check_rooted,),
         root="to",
@@ -157,7 +150,7 @@ TABLE = (
     ),
     Collective(
         "scatter",
-        operations={"scatter_": lists},
+        operations={"scatter_": parts},
         carry=transport.scatter,
         checks=(check_rooted,),
         scatters=True,

@@ -8,7 +8,7 @@ from torch.distributed import device_mesh
 
 from virtualgpu import _compat
 from virtualgpu._compat.distributed import dtensor_random
-from virtualgpu.distributed.groups import with_numbers
+from virtualgpu.distributed.process_group import with_numbers
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.rng import Plain
 from virtualgpu.engine.storage import Allocation, label

@@ -8,7 +8,7 @@ from torch import nn
 
 from virtualgpu._compat import TorchDispatchMode, is_really_meta
 from virtualgpu._compat import distributed as _compat
-from virtualgpu.distributed.groups import with_numbers
+from virtualgpu.distributed.process_group import with_numbers
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.storage import gpu_of
 from virtualgpu.torch_api.patches import Patches, standing_in, when_imported

@@ -349,7 +349,7 @@ class Machine:
         self.ledger: Ledger | None = None
         self.cached_by_dry_run = False
         self.single_rank = None
-        self.communicators: Any = None  # distributed.process_group.Communicators
+        self.communicators: Any = None  # distributed.operations.Communicators
         self.always_dry = False
         self.real_gpus = 0
         self.initialized = self.forked = self.closed = False
