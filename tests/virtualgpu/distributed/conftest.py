@@ -48,7 +48,7 @@ class Rows:
 
     ROWS = Rows(n=3)
 
-    @ROWS.row           or row(what it gives on every rank), or row(on rank 0, on rank 1, on rank 2)
+    @ROWS.row           or ROWS.gives(what every rank gives), or ROWS.gives(what rank 0 gives, rank 1, ...)
     def program(): ...
 
     ROWS[program]       what it gives on each rank
@@ -58,18 +58,15 @@ class Rows:
     def __init__(self, n: int = 2, **options):
         self.n, self.options, self._cases, self._expected, self._found = n, options, {}, {}, None
 
-    def row(self, *expected):
-        """A program; see above."""
+    def row(self, program):
+        self._cases[program.__name__] = program
+        return program
 
+    def gives(self, *expected):
         def add(program):
-            self._cases[program.__name__] = program
-            if expected:
-                self._expected[program] = list(expected) if len(expected) > 1 else [*expected] * self.n
-            return program
+            self._expected[program] = list(expected) if len(expected) > 1 else [*expected] * self.n
+            return self.row(program)
 
-        if len(expected) == 1 and callable(expected[0]):
-            (program,), expected = expected, ()
-            return add(program)
         return add
 
     def __getitem__(self, program) -> list:

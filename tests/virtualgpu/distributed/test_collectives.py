@@ -190,7 +190,7 @@ def test_functional_collectives():
         assert held % 512 == 0 and held >= 12 * 512  # results lie on the GPU
 
 
-@THREE.row(
+@THREE.gives(
     *[((3.0, its), (9.0, "cuda", r), [[3, 3]] * 3, (False, True, 27.0)) for r, its in enumerate([[0, 1], [0, 1], [2]])]
 )
 def groups_and_works():
@@ -227,7 +227,7 @@ def reduced_in(group, x):
     return x
 
 
-@TWO.row(*[([[1, 1]] * 4, 6 - rank, [0, 1]) for rank in range(2)])
+@TWO.gives(*[([[1, 1]] * 4, 6 - rank, [0, 1]) for rank in range(2)])
 def a_communicator_for_each_gpu_of_a_rank() -> tuple:
     """Collectives go by the GPUs that the tensors are on, as NCCL does: nobody has to call torch.cuda.set_device."""
     rank, sums = dist.get_rank(), []
@@ -250,7 +250,7 @@ def a_communicator_for_each_gpu_of_a_rank() -> tuple:
     return sums, received.item(), sorted(index for name, index in known if name == dist.group.WORLD.group_name)
 
 
-@TWO.row([(True, [3, 4], 1.5)] * 2, [(True, [3, 4], 2)] * 2)
+@TWO.gives([(True, [3, 4], 1.5)] * 2, [(True, [3, 4], 2)] * 2)
 def sums_of_fp8():
     """From Hopper on; copied they are everywhere."""
     rank, sums = dist.get_rank(), []
@@ -281,7 +281,7 @@ def test_one_rank_alone(alone):
 SIZE = 1 << 19  # so many that gloo is still busy when the next one comes
 
 
-@TWO.row(([[6.0], [3.0], [4.0], [1.5], [2.0, 4.0], [3.0]], [1.0, 2.0]))
+@TWO.gives(([[6.0], [3.0], [4.0], [1.5], [2.0, 4.0], [3.0]], [1.0, 2.0]))
 def collectives_of_one_tensor():
     """What two in a row make of rank + 1, and whether the second read what the first made: gloo ran both at once, on the same memory."""
     rank, found = dist.get_rank(), []
@@ -308,7 +308,7 @@ def collectives_of_one_tensor():
     return found, received[:: SIZE // 2].tolist()
 
 
-@TWO.row(({3.0, 4.0}, True, [2.0], True))
+@TWO.gives(({3.0, 4.0}, True, [2.0], True))
 def kernels_read_what_a_collective_brings_even_if_nobody_waits():
     """A race, which gave one or the other number, and an average that was still a sum."""
     begin = torch.cuda.memory_allocated()

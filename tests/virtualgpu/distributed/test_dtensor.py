@@ -78,7 +78,7 @@ def test_shards_of_another_dimension(way):
     assert dry == [(f"cuda:{rank}", pytest.approx(lasted, rel=1e-6)) for rank in range(2)]
 
 
-@TWO.row(({"cpu"}, True, [2.0, 2.0], torch.float16))
+@TWO.gives(({"cpu"}, True, [2.0, 2.0], torch.float16))
 def copied_to_the_cpu():
     """`.to("cpu")` was the DTensor itself, and a checkpoint's buffers took the place of an optimizer's state."""
     from torch.distributed import _state_dict_utils as staging
@@ -153,7 +153,7 @@ def saved_and_loaded(kind):
     return changed, values(loaded) == before, where, next(iter(loaded[0].values())).data_ptr()
 
 
-@TWO.row([(True, True, {0}, 0)] * 3, [(True, True, {1}, 0)] * 3)
+@TWO.gives([(True, True, {0}, 0)] * 3, [(True, True, {1}, 0)] * 3)
 def checkpoints():
     return [saved_and_loaded(kind) for kind in ("itself", "thread", "process")]
 
@@ -161,7 +161,7 @@ def checkpoints():
 # -- SyncBatchNorm, also beside a group of gloo
 
 
-@TWO.row((True, True, [3, 3, 3], [3, 3, 3], True))
+@TWO.gives((True, True, [3, 3, 3], [3, 3, 3], True))
 def synchronized_batch_norm_and_gloo():
     """Does it differ from a plain one of all ranks' rows?"""
     rank = dist.get_rank()
