@@ -23,14 +23,7 @@ from virtualgpu.distributed.collectives import FUNCTIONS, OPERATIONS
 from virtualgpu.distributed.communicator import CoalescedWork, Communicator, Statistics
 from virtualgpu.distributed.message_log import RECV, SEND
 from virtualgpu.distributed.process_group import ProcessGroupNCCL
-from virtualgpu.distributed.shared_clock import (
-    LEFT,
-    RAISED,
-    Arrivals,
-    Meeting,
-    SingleRankArrivals,
-    explain,
-)
+from virtualgpu.distributed.shared_clock import LEFT, RAISED, Arrivals, Meeting, SingleRankArrivals, explain
 from virtualgpu.distributed.topology import Layout, Where
 from virtualgpu.engine import overrides
 from virtualgpu.engine.machine import GPU, Machine
@@ -59,9 +52,8 @@ class Communicators:
         self.known: dict[tuple[str, int], Communicator] = {}
         self._meetings: dict[str, list[GPU]] = {}  # of a group: this rank's GPU in each, also where NCCL refused them
         self.statistics = Statistics(machine.clock)
-        self._coalescing: dict[
-            str, Communicator | None
-        ] = {}  # groups inside of a coalescing manager, and which collects
+        # Groups inside of a coalescing manager, and which communicator collects
+        self._coalescing: dict[str, Communicator | None] = {}
         self.kinds: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each group
         self._backends: dict[int, ProcessGroupNCCL] = {}  # kept, so that PyTorch finds them again
         self._launched = None  # the store in which ranks of `launch` say that they have returned
@@ -145,13 +137,10 @@ class Communicators:
                 raise
             if isinstance(backend, ProcessGroupNCCL):  # gloo's ranks may share a GPU
                 one_gpu_each(places)
-        return Communicator(
-            self.machine, group.group_name, ranks, rank, backend, arrivals, Layout(places), gpu, timeout
-        )
+        layout = Layout(places)
+        return Communicator(self.machine, group.group_name, ranks, rank, backend, arrivals, layout, gpu, timeout)
 
-    def _meet_others(
-        self, group, gpu: GPU, here: Where, ranks: list[int], timeout: timedelta
-    ) -> tuple[Arrivals, list[Where]]:
+    def _meet_others(self, group, gpu: GPU, here: Where, ranks: list[int], timeout: timedelta):
         """All ranks of the group come here. Raises RankEnded or RankLate for one that does not."""
         rank, size = group.rank(), group.size()
         meetings = self._meetings.setdefault(group.group_name, [])
@@ -206,20 +195,14 @@ class Communicators:
         """As ProcessGroupNCCL::barrier chooses: what the caller names, what init_process_group was told, what the group has used; or
         else by the rank's number, which is right where ranks and GPUs are in one order."""
         used = [communicator.gpu for communicator in self._of_group(group) if communicator.failed is None]
-        if (
-            self.kind(group).device_types != ALONE
-        ):  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
-            return used[0] if used else None
+        if self.kind(group).device_types != ALONE:
+            return used[0] if used else None  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
         name = group.group_name  # as PyTorch has it, also those that NCCL refused
         used += [gpu for gpu in self._meetings.get(name, ()) if (name, gpu.index) not in self.known]
-        device = getattr(group, "bound_device_id", None)
-        if device_ids:
-            return self.machine.gpu(device_ids[0])
-        if device is not None:
-            return self.machine.gpu(device)
-        if used:
+        device = device_ids[0] if device_ids else getattr(group, "bound_device_id", None)
+        if device is None and used:
             return used[0]
-        return self.machine.gpu(dist.get_rank() % len(self.machine.look()))
+        return self.machine.gpu(dist.get_rank() % len(self.machine.look()) if device is None else device)
 
     def place(self, group, tensors: Sequence[torch.Tensor]) -> GPU | None:
         """The GPU of these tensors: those that C++ made without saying where (a bucket of DDP) get it. None for the CPU's, where the
@@ -277,27 +260,28 @@ MESSAGES = {"send": (SEND, "send to"), "recv_": (RECV, "recv from"), "recv_any_s
 
 
 @functools.cache
-def _signature(func) -> tuple[tuple[str, ...], bool]:
-    """The names of an operation's arguments, and whether it returns tensors beside the work."""
-    return tuple(argument.name for argument in schema(func).arguments), len(schema(func).returns) > 1
+def _names(func) -> tuple[str, ...]:
+    """Of an operation's arguments."""
+    return tuple(argument.name for argument in schema(func).arguments)
 
 
 def of_c10d(dispatch, func, args, kwargs):
     """An operation of c10d."""
     machine, communicators = dispatch.machine, dispatch.machine.communicators
     name = packet(func).__name__
-    names, returns_tensors = _signature(func)
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    values = {**dict(zip(_names(func), args, strict=False)), **kwargs}
     group = values["process_group"]
     if not isinstance(group, _compat.ProcessGroup):
         group = _compat.unboxed(group)
-    if name not in OPERATIONS:
-        return _of_a_message(dispatch, name, group, func, args, kwargs)
-    if not values.get("tensors"):
+    if name in OPERATIONS and not values.get("tensors"):
         _check_for_tensors(func, values)
     if (communicators.kinds.get(group) or communicators.kind(group)).foreign:
         with machine.untracked():
             return func(*args, **kwargs)
+    if name in MESSAGES:
+        return _message(communicators, name, group, func, args, kwargs)
+    if name not in OPERATIONS:
+        return func(*args, **kwargs)
     collective, read = OPERATIONS[name]
     call = read(collective, values, group.size())
     if name == "barrier":
@@ -311,37 +295,31 @@ def of_c10d(dispatch, func, args, kwargs):
                 return func(torch.empty(1), *args[1:], **kwargs)
         return func(*args, **kwargs)
     work = communicators.of(group, gpu, call.kind).start(call, gpu, values.get("async_op", True)).boxed()
-    return (args[0], work) if returns_tensors else work
+    return (args[0], work) if len(schema(func).returns) > 1 else work  # tensors, too
 
 
 def _check_for_tensors(func, values: Mapping) -> None:
     """The dispatcher's own error where nothing says on which device the collective is. It does not look into lists of lists."""
     for value in values.values():
-        if isinstance(value, torch.Tensor):
-            return
-        if isinstance(value, (list, tuple)):
-            for item in value:
-                if isinstance(item, torch.Tensor):
-                    return
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, torch.Tensor):
+                return
     raise NotImplementedError(
         "There were no tensor arguments to this function (e.g., you passed an empty list of Tensors), but no fallback "
         f"function is registered for schema {schema(func).name}."
     )
 
 
-def _of_a_message(dispatch, name: str, group, func, args, kwargs):
-    communicators = dispatch.machine.communicators
-    if communicators.kind(group).foreign:
-        with dispatch.machine.untracked():
-            return func(*args, **kwargs)
-    gpu = communicators.place(group, args[0]) if name in MESSAGES else None
+def _message(communicators: Communicators, name: str, group, func, args, kwargs):
+    tensors, peer = args[0], args[2]
+    gpu = communicators.place(group, tensors)
     if gpu is None:
         return func(*args, **kwargs)
     if name == "recv_any_source_":
         raise RuntimeError("recv from any source is not there with NCCL: name the rank, src=")
     direction, verb = MESSAGES[name]
-    communicator = communicators.of(group, gpu, f"{verb} rank {dist.get_global_rank(group, args[2])}")
-    return p2p.come_to(communicator, direction, args[2], args[0][0], gpu).boxed()
+    communicator = communicators.of(group, gpu, f"{verb} rank {dist.get_global_rank(group, peer)}")
+    return p2p.come_to(communicator, direction, peer, tensors[0], gpu).boxed()
 
 
 def of_functional(dispatch, func, args, kwargs):
@@ -355,14 +333,11 @@ def of_functional(dispatch, func, args, kwargs):
             func(*args, **kwargs)  # for those that PyTorch's C++ made
         return args[0]
     if name == "_wrap_tensor_autograd":
-        return _compat.async_tensor()(
-            args[0]
-        )  # what the operation does; its kernel for shapes alone makes a new tensor
-    values = {**dict(zip(_signature(func)[0], args, strict=False)), **kwargs}
-    group = values.get("group_name")
-    if name not in FUNCTIONS or group is None:
+        return _compat.async_tensor()(args[0])  # as the operation; its kernel for shapes alone makes a new tensor
+    values = {**dict(zip(_names(func), args, strict=False)), **kwargs}
+    if name not in FUNCTIONS or values.get("group_name") is None:
         return func(*args, **kwargs)
-    group = _compat.named(group) if isinstance(group, str) else _compat.group_of(group)
+    group = _group(values["group_name"])
     inputs = values["inputs"] if "inputs" in values else [values["input"]]
     if communicators.place(group, inputs) is None:
         return func(*args, **kwargs)
@@ -387,11 +362,11 @@ def of_functional(dispatch, func, args, kwargs):
 def of_dtensor(dispatch, func, args, kwargs):
     """A DTensor's shards of one dimension become those of another: an all_to_all and its wait, as PyTorch's C++ makes it."""
     communicators = dispatch.machine.communicators
-    values = {**dict(zip(_signature(func)[0], args, strict=False)), **kwargs}
+    values = {**dict(zip(_names(func), args, strict=False)), **kwargs}
     if packet(func).__name__ != "shard_dim_alltoall":
         return func(*args, **kwargs)
     tensor, name = values["input"], values["group_name"]
-    group = _compat.named(name) if isinstance(name, str) else _compat.group_of(name)
+    group = _group(name)
     if communicators.place(group, [tensor]) is None:
         return func(*args, **kwargs)
     if communicators.kind(group).foreign:
@@ -402,6 +377,10 @@ def of_dtensor(dispatch, func, args, kwargs):
         parts = torch.stack(tensor.chunk(group.size(), values["shard_dim"]))
         parts = functional.wait_tensor(functional.all_to_all_single(parts, ones, ones, name))
         return torch.cat(parts.unbind(), values["gather_dim"])
+
+
+def _group(name):
+    return _compat.named(name) if isinstance(name, str) else _compat.group_of(name)
 
 
 def wait(tensor: torch.Tensor) -> None:
