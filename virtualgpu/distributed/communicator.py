@@ -10,6 +10,7 @@ current stream, at torch.cuda.synchronize().
 
 import copy
 import functools
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -53,9 +54,8 @@ class Communicator:
         self.name, self.ranks, self.rank, self.size = name, ranks, rank, len(ranks)
         self.gloo, self.arrivals, self.layout, self.gpu, self.timeout = gloo, arrivals, layout, gpu, timeout
         self.nccl = gloo is None or gloo.name() == "nccl"
-        self.share = (
-            layout.fabric.blocks / gpu.spec.processors if self.size > 1 else 0.0
-        )  # of the GPU, for NCCL's kernels
+        # Of the GPU, for NCCL's kernels
+        self.share = layout.fabric.blocks / gpu.spec.processors if self.size > 1 else 0.0
         self.agreement = Agreement(arrivals, ranks)
         self.number = 0  # of the latest collective, from 1
         self.resolved = 0  # up to which ends are known
@@ -92,8 +92,8 @@ class Communicator:
         splits = call.collective.splits and call.collective.splits(call, self.rank, self.size)
         signature = signature_of(call, splits)
         self.number += 1
-        at_once = not asynchronous and self.coalesced is None
-        work = VirtualWork(self, gpu, call, signature, stream, issued, at_once)
+        work = VirtualWork(self, gpu, call, signature, issued, stream)
+        work.at_once = not asynchronous and self.coalesced is None
         self.works[self.number] = self.latest = work
         if len(self.works) > KEPT:
             oldest = next(iter(self.works.values()))
@@ -118,7 +118,7 @@ class Communicator:
             raise
         if self.coalesced is not None:
             self.coalesced.append(work)
-        elif at_once:
+        elif work.at_once:
             work.join()
         return work
 
@@ -258,9 +258,7 @@ class SimulatedWork(_compat.Work):
         """As wait()."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """As wait()."""
-        self.wait()
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         """Has the host's clock passed its end? Asking takes a moment of it."""
@@ -275,19 +273,10 @@ class VirtualWork(SimulatedWork):
     Its tensors are held until somebody waits, as ProcessGroupNCCL holds them.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        gpu: GPU,
-        call: Call,
-        signature: Signature,
-        stream: Queue,
-        issued: float,
-        at_once: bool,
-    ):
+    def __init__(self, comm: Communicator, gpu: GPU, call: Call, signature: Signature, issued: float, stream: Queue):
         super().__init__(comm, gpu)
         self.number, self.call, self.signature = comm.number, call, signature
-        self.stream, self.issued, self.at_once = stream, issued, at_once
+        self.issued, self.stream, self.at_once = issued, stream, False
         self.charged = comm.clock.collectives.beside[gpu.index].charged
         self._transfer: Transfer | None = None
         self._outputs = call.outputs
@@ -412,9 +401,8 @@ class CoalescedWork(_compat.Work):
         return all(work.is_completed() for work in self.works)
 
 
-def _asking_completes(future: torch.futures.Future, complete) -> None:
+def _asking_completes(future: torch.futures.Future, complete: Callable[[], object]) -> None:
     """wait() and value() of this future, and of those made from it by then(), first wait for the collective."""
-    wait, value = future.wait, future.value
 
     def asked(method):
         def ask():
@@ -437,13 +425,12 @@ def _asking_completes(future: torch.futures.Future, complete) -> None:
         future.add_done_callback(run)
         return child
 
-    future.wait, future.value, future.then = asked(wait), asked(value), then
-
     def forget(done) -> None:
         """Or future and functions would hold each other, and a bucket's memory, until Python looks for such."""
         for name in ("wait", "value", "then"):
             vars(future).pop(name, None)
 
+    vars(future).update(wait=asked(future.wait), value=asked(future.value), then=then)
     future.add_done_callback(forget)
 
 

@@ -224,9 +224,7 @@ class Communicators:
                 raise RuntimeError("No backend type associated with device type cuda")
         elif not elsewhere:
             return None
-        elif "cuda" in device_types and all(
-            (allocation := allocation_of(tensor)) is not None and allocation.gpu is None for tensor in elsewhere
-        ):  # made by C++
+        elif "cuda" in device_types and all(allocation_of(tensor) is not None for tensor in elsewhere):  # made by C++
             gpu = self.machine.gpu("cuda")
         elif device_types == ALONE:
             raise RuntimeError("No backend type associated with device type cpu")
