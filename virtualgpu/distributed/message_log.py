@@ -184,27 +184,16 @@ def _check(head: tuple[int, ...]) -> int:
 # -- Messages that wait for each other: who stands where, by what each rank called, and what would help.
 
 
-class Stuck(NamedTuple):
-    """A message at which a rank stands. Ranks count within the group; nth as in `Message`; stream: that it was called on."""
-
-    rank: int
-    direction: int
-    peer: int
-    nth: int
-    nbytes: int
-    stream: int
-
-
 def describe(hang: Hang, log: MessageLog, ranks: Sequence[int], layout: Layout) -> str:
     """Who waits for whom, why NCCL would hang there, and the cure. ranks: the global rank of each member."""
     if hang.circle:  # hosts wait, each until another one has come to the other side of a message: most often of its own
-        stuck = [_stuck(log, one.peer, 1 - one.direction, one.rank, one.nth) for _, one in hang.circle]
+        stuck = [Awaited(one.peer, 1 - one.direction, one.rank, one.nth) for _, one in hang.circle]
     else:  # batches on streams do, each behind one that waits for the other rank
         stuck = []
         for (rank, number), (other, before) in zip(hang.path, hang.path[1:], strict=False):
             if rank == other and log.batches[rank][number].after == before:
                 message = log.batches[rank][before].messages[0]
-                stuck.append(_stuck(log, rank, message.direction, message.peer, message.nth))
+                stuck.append(Awaited(rank, message.direction, message.peer, message.nth))
     first = stuck.index(min(stuck))
     stuck = stuck[first:] + stuck[:first]  # whoever tells it
     members = sorted({ranks[one.rank] for one in stuck})
@@ -216,27 +205,20 @@ def describe(hang: Hang, log: MessageLog, ranks: Sequence[int], layout: Layout) 
         does, cure = "send first", "Use batch_isend_irecv, or let one of them receive first"
     else:
         does, cure = "wait for each other", "Use batch_isend_irecv, or call both sides of each message in one order"
-    calls = ", ".join(_call(one, ranks) for one in stuck)
-    reason = "; ".join(dict.fromkeys(_reason(one, layout) for one in sends))
-    beside = any(one.stream != DEFAULT for one in stuck) and len(members) > 2
+    streams, calls = [log.batches[one.rank][log.where[one]].stream for one in stuck], []
+    for one, stream in zip(stuck, streams, strict=True):
+        what = f"sends {log.nbytes(*one):,} bytes to" if one.direction == SEND else "receives from"
+        on = f" on stream {stream}" if stream != DEFAULT else ""
+        calls.append(f"rank {ranks[one.rank]} {what} rank {ranks[one.peer]}{on}")
+    reason = "; ".join(dict.fromkeys(_reason(one, log.nbytes(*one), layout) for one in sends))
+    beside = any(stream != DEFAULT for stream in streams) and len(members) > 2
     apart = " (on streams that do not wait for each other a GPU may go on: here the host waits)" if beside else ""
-    return f"{who} {does}, and NCCL would hang{apart}: {calls}{'; ' * bool(reason)}{reason}. {cure}"
+    return f"{who} {does}, and NCCL would hang{apart}: {', '.join(calls)}{'; ' * bool(reason)}{reason}. {cure}"
 
 
-def _stuck(log: MessageLog, rank: int, direction: int, peer: int, index: int) -> Stuck:
-    batch = log.batches[rank][log.where[rank, direction, peer, index]]
-    return Stuck(rank, direction, peer, index, log.nbytes(rank, direction, peer, index), batch.stream)
-
-
-def _call(one: Stuck, ranks: Sequence[int]) -> str:
-    what = f"sends {one.nbytes:,} bytes to" if one.direction == SEND else "receives from"
-    on = f" on stream {one.stream}" if one.stream != DEFAULT else ""
-    return f"rank {ranks[one.rank]} {what} rank {ranks[one.peer]}{on}"
-
-
-def _reason(one: Stuck, layout: Layout) -> str:
+def _reason(one: Awaited, nbytes: int, layout: Layout) -> str:
     room = STEPS * layout.step(one.rank, one.peer)
-    if one.nbytes > room:
+    if nbytes > room:
         return f"a message of more than {room >> 20} MiB leaves its sender when the receiver has come to it"
     if one.nth == 0:
         return "the first message of a direction connects its sender with its receiver, and returns when both have come to it"

@@ -8,6 +8,7 @@ gives, for a rank that is played alone, and whether that is known. In a dry run 
 """
 
 import ctypes
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -137,13 +138,10 @@ def _begin_reduction(transfer: Transfer, call: Call, memory: torch.Tensor, dtype
     if memory.numel():
         transfer.begin("reduce" if to_root else "allreduce", options, [memory])
     if name == "AVG":
-        transfer.then(_divide, memory, transfer.size)
+        rounding = None if memory.is_floating_point() else "trunc"
+        transfer.then(functools.partial(memory.div_, transfer.size, rounding_mode=rounding))
     if memory is not narrow:
         transfer.then(narrow.copy_, memory)
-
-
-def _divide(memory: torch.Tensor, size: int) -> None:
-    memory.div_(size, rounding_mode=None if memory.is_floating_point() else "trunc")
 
 
 def all_reduce(transfer: Transfer, call: Call) -> None:
