@@ -76,7 +76,7 @@ class Clock(HostTime):
 
     def set_kind(self, kind: str) -> None:
         """What this thread launches from now on is for (forward, backward, optimizer), outside a backward pass."""
-        self.local.set_kind(kind)
+        self.local.kind = kind
 
     def delay(self, gpu: int, seconds: float) -> None:
         """Kernels of the current stream took so much longer."""

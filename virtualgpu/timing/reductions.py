@@ -5,6 +5,7 @@ for each tells who is the last and adds up the parts. aten/src/ATen/native/cuda/
 """
 
 import functools
+import operator
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ NAMES = SUMS | BY_TYPE | NORMS | {"mean", "argmax", "argmin", "aminmax", "var", 
 # an image's channel over all images are; of a multiprocessor for each such number, and for each thread, which is started and, where neighbours
 # share an output, tells them its part; where blocks share outputs, the last one's beginning, and each part that a thread of it reads
 ROUND, DIVIDED_ROUND, DIVIDED, THREAD, TELLING, SHARED, PART = 430, 1130, 0.45, 0.8, 1.0, 3700, 500
+NBYTES = operator.attrgetter("nbytes")
 COUNTERS = 0.4  # of a kernel's time, what setting the counters to zero takes (0.7 to 0.8 us)
 
 
@@ -53,7 +55,7 @@ class Plan(NamedTuple):
 
 def reduction(kernels, args, tensors, dims_at: int = 1) -> float:
     """Seconds of a reduction; dims_at: from which argument on its dimensions are named."""
-    source, nbytes = args[0], sum(tensor.nbytes for tensor in tensors)
+    source, nbytes = args[0], sum(map(NBYTES, tensors))
     two = len(args) > 1 and isinstance(args[1], torch.Tensor)  # max of two tensors
     if source.layout is not torch.strided or two:
         return kernels.spec.kernel + kernels.streaming(nbytes)

@@ -195,10 +195,6 @@ class HostThread(threading.local):
         self.launched_by: int | None = None  # the node of C++ whose operation was the last
         self.outside: dict[int, Queue] = {}  # `streams` as it was before the backward pass
 
-    def set_kind(self, kind: str) -> None:
-        """See `kind`."""
-        self.kind = kind
-
     def begin(self, now: float, replicas: int) -> None:
         """Another thread has started this one: it goes on from that one's time, beside it or, with so many alike, while it waits."""
         self.now, self.replicas, self.contends = max(self.now, now), replicas, replicas == 1
