@@ -9,6 +9,7 @@ from torch import nn
 
 import virtualgpu
 from tests.virtualgpu.distributed.conftest import started
+from tests.virtualgpu.distributed.test_weights import uneven_inputs
 from virtualgpu.distributed.topology import RankConfig
 from virtualgpu.engine.machine import CONTEXT
 from virtualgpu.run.ranks import launch
@@ -273,12 +274,13 @@ def mean_of_all() -> list:
 
 
 def test_what_is_not_known_or_not_carried():
-    found = started({"unknown": unknown, "refused": refused, "mean": mean_of_all}, dry=True)
+    found = started({"unknown": unknown, "refused": refused, "mean": mean_of_all, "join": uneven_inputs}, dry=True)
     (*zero, sends), (*one, receives) = found["unknown"]
     assert zero == one == ["nan", "nan", "[0]", "[0, 0]", *5 * ["nan"]]
     assert (sends, receives) == ("[1.0, 1.0]", "[nan, nan]")
     assert found["refused"] == 2 * [["nan", "nan"]]
     assert found["mean"] == [[7, True, True]] * 2
+    assert [len(rank) for rank in found["join"]] == [2, 2]  # of which ranks are counted, so that it ends
 
 
 # -- one process that plays one rank of many
