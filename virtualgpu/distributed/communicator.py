@@ -24,7 +24,7 @@ from virtualgpu.distributed.calls import KINDS, Call, check, check_what_nccl_has
 from virtualgpu.distributed.collectives import Agreement
 from virtualgpu.distributed.shared_clock import LEFT, Arrivals, Signature, explain
 from virtualgpu.distributed.topology import Layout
-from virtualgpu.distributed.transport import DryCollective, Transfer
+from virtualgpu.distributed.transport import Transfer, carry_known
 from virtualgpu.engine.machine import GPU, Machine, dry_runs
 from virtualgpu.memory.ledger import Communication
 from virtualgpu.timing.clock import Clock
@@ -289,12 +289,7 @@ class VirtualWork(SimulatedWork):
         comm, machine = self.communicator, self.communicator.machine
         if (machine.always_dry or dry_runs.some) and machine.dry:
             with machine.untracked():
-                known = DryCollective(self.call, comm.rank)
-                if known.call is not None and comm.gloo is not None:
-                    self._transfer = Transfer(comm.gloo, known.call, comm.rank, comm.size, comm.timeout)
-                    known.carried_by(self._transfer)
-                elif known.call is not None and (alike := self.call.collective.alike) is not None:
-                    known.end(known.known and alike(known.call, comm.rank, comm.size))
+                self._transfer = carry_known(comm.gloo, self.call, comm.rank, comm.size, comm.timeout)
         elif comm.gloo is not None:
             self._transfer = Transfer(comm.gloo, self.call, comm.rank, comm.size, comm.timeout)
         if self._transfer is not None and not self.at_once:  # otherwise nobody else meets its tensors meanwhile

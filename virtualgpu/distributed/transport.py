@@ -321,35 +321,32 @@ def all_gather_alike(call: Call, rank: int, size: int) -> bool:
 LARGEST = 8 * values.LIMIT  # bytes of a message that is carried
 
 
-class DryCollective:
-    """A collective of this rank, and what it knows of it. call: the same of values; None, where they are not carried: too many, or of a
-    kind whose results are not alike on all ranks. Call it untracked."""
-
-    def __init__(self, call: Call, rank: int):
-        from_root = call.collective.root == "from"
-        given = [] if from_root and rank != call.root else [tensor for _, inputs in call.pairs for tensor in inputs]
-        self.filled = call.uses(rank)[0]
-        self.origin = values.origin_of(given) or call.kind
-        self.known = all(values.known_of(tensor) is not None for tensor in given)
-        self.call = call.with_values(values.room_for) if _is_carried(call) else None
-        if self.call is None:
-            values.told(call.outputs, self.origin)
-
-    def carried_by(self, transfer: Transfer) -> None:
-        """After the values, ranks tell each other whether all of them are known."""
-        unknown, options = torch.tensor([not self.known], dtype=torch.uint8, device="cpu"), dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        transfer.begin("allreduce", options, [unknown])
-        transfer.then(lambda: self.end(not unknown.item()))
-
-    def end(self, known: bool) -> None:
-        """The values are there, or nobody knows them."""
-        values.told(self.filled, None if known else self.origin)
+def carry_known(gloo, call: Call, rank: int, size: int, timeout: timedelta) -> Transfer | None:
+    """The same of values, in a dry run; None where none are on their way: there are too many, they are of a kind whose results are not alike
+    on all ranks, or the others are like this one, which is played alone (gloo: None). Call it untracked."""
+    from_root = call.collective.root == "from"
+    given = [] if from_root and rank != call.root else [tensor for _, inputs in call.pairs for tensor in inputs]
+    filled, origin = call.uses(rank)[0], values.origin_of(given) or call.kind
+    known = all(values.known_of(tensor) is not None for tensor in given)
+    alike = call.collective.alike
+    if alike is None or not _is_carried(call):
+        values.told(call.outputs, origin)
+        return None
+    of_values = call.with_values(values.room_for)
+    if gloo is None:
+        values.told(filled, None if known and alike(of_values, rank, size) else origin)
+        return None
+    transfer = Transfer(gloo, of_values, rank, size, timeout)  # and after the values, whether all are known
+    unknown, options = torch.tensor([not known], dtype=torch.uint8, device="cpu"), dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    transfer.begin("allreduce", options, [unknown])
+    transfer.then(lambda: values.told(filled, origin if unknown.item() else None))
+    return transfer
 
 
 def _is_carried(call: Call) -> bool:
     """The same on all ranks: it goes by what their tensors have in common."""
-    if call.collective.alike is None or not call.tensors:
+    if not call.tensors:
         return False
     if call.collective.root and call.collective.checks:
         nbytes = call.nbytes  # of a gather or scatter: all parts are of one size
