@@ -32,17 +32,13 @@ from virtualgpu.memory.ledger import started
 SLOTS = 1024  # collectives that a rank may be ahead of the slowest one
 Signature = tuple[int, int, int, int]  # what a rank tells of a collective (`calls.signature_of`)
 SLOT = 6  # words: the moment, what is said, and all of them with the number, so that a half-written slot is known
-ARRIVAL, MOMENT = (
-    struct.Struct(f"{SLOT}q"),
-    struct.Struct(f"d{SLOT - 1}q"),
-)  # the same, its moment in bits and as a number
+ARRIVAL, MOMENT = struct.Struct(f"{SLOT}q"), struct.Struct(f"d{SLOT - 1}q")  # its moment in bits, and as a number
 # words at the head of a rank's part: up to which number it has read, who it is, how it left where it comes to nothing more, and which
 # message it waits for
 READ, PID, STARTED, OVER, WAITS, HEAD = 0, 1, 2, 3, 4, 5
 LEFT, RAISED = 1, 2  # how
-ROOM = (
-    1 << 34
-)  # bytes behind the page for each rank's messages: 268 million. What nobody wrote takes no room on the disk
+# Bytes behind the page for each rank's messages: 268 million. What nobody wrote takes no room on the disk
+ROOM = 1 << 34
 real_sleep, real_time = time.sleep, time.monotonic  # the program's are others while virtual GPUs are on
 
 
