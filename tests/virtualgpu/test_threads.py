@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
 
 import virtualgpu
-from virtualgpu.distributed.objects import with_numbers
+from virtualgpu.distributed.process_group import with_numbers
 from virtualgpu.timing.host import LOCKED
 
 

@@ -14,7 +14,8 @@ from torch._C import _distributed_c10d as _c
 from torch.distributed import distributed_c10d
 
 c10d, cpp = distributed_c10d, _c
-ProcessGroup, ReduceOp, Gloo = _c.ProcessGroup, _c.ReduceOp, _c.ProcessGroupGloo
+ProcessGroup, ReduceOp = _c.ProcessGroup, _c.ReduceOp
+Gloo = _c.ProcessGroupGloo
 RealNCCL = getattr(_c, "ProcessGroupNCCL", None)
 OF_PYTORCH = (_c.__name__, Gloo.__module__)  # where its own backends say that they are from
 AllgatherOptions = _c.AllgatherOptions

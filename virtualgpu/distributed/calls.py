@@ -7,7 +7,6 @@ and arguments change least from version to version. `collectives` has the table 
 """
 
 import itertools
-import operator
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,10 +23,10 @@ from virtualgpu.engine.cuda_checks import FLOAT8
 
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """What there is to know of one kind of collective: a row of the table in `collectives`.
+    """What there is to know of one kind of collective (`timing.nccl` has its cost): a row of the table in `collectives`.
 
     operations: those of c10d, and how to read each. functions: those of _c10d_functional, and what each makes. carry: how gloo carries
-    the numbers. cost: its name in `timing.nccl`. checks: what NCCL refuses of this kind. splits: what a rank gives each of the others,
+    the numbers. checks: what NCCL refuses of this kind. splits: what a rank gives each of the others,
     and takes, where that may differ. scatters: this rank's own part is the output, not the input. root: "from" or "to" one rank.
     pairwise: what one rank gives must be what another takes. number: its place in the table. alike: what comes out where all ranks give what this one gives,
     and whether that is known; None: no rank knows what comes out in a dry run.
@@ -36,7 +35,6 @@ class Collective:
     kind: str
     operations: Mapping[str, Callable]
     carry: Callable
-    cost: str
     functions: Mapping[str, Callable] = field(default_factory=dict)
     checks: tuple[Callable, ...] = ()
     splits: Callable | None = None
@@ -60,10 +58,8 @@ class Call:
         self.pairs, self.nbytes, self.root, self.splits = pairs, nbytes, root, splits
         self.reduction: tuple[str, float | None] = ("", None)
         if op is not None:
-            simple = (
-                _compat.REDUCTIONS.get(_compat.reduction_number(op)) if isinstance(op, torch.ScriptObject) else None
-            )
-            self.reduction = simple or _compat.reduction(op)
+            known = isinstance(op, torch.ScriptObject) and _compat.REDUCTIONS.get(_compat.reduction_number(op))
+            self.reduction = known or _compat.reduction(op)
         self.outputs: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
         self.dtypes: set[torch.dtype] = set()
@@ -75,7 +71,8 @@ class Call:
 
     def uses(self, rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Those that `rank` gets numbers in, and those that it only reads: where one rank gives, or takes, it in place."""
-        filled, inputs_alone = [], []
+        filled: list[torch.Tensor] = []
+        inputs_alone: list[torch.Tensor] = []
         for outputs, inputs in self.pairs:
             one_way = outputs is inputs and self.collective.root
             keeps = one_way and (rank == self.root) == (self.collective.root == "from")
@@ -83,10 +80,6 @@ class Call:
             if outputs is not inputs:
                 inputs_alone.extend(inputs)
         return filled, inputs_alone
-
-    def release(self) -> None:
-        """It is over: its tensors are not held."""
-        self.pairs, self.outputs, self.tensors = (), [], []
 
     def with_values(self, values: Callable[[torch.Tensor], torch.Tensor]) -> "Call":
         """The same of other tensors: values(tensor) in the place of each."""
@@ -103,50 +96,35 @@ def size_of(tensors: Iterable[torch.Tensor]) -> int:
     return nbytes
 
 
-# -- readers
+# -- readers of c10d's operations, by the names of their arguments
 
 
 def in_place(collective: Collective, args: Mapping, size: int) -> Call:
     """Of tensors that are read and written."""
-    pairs, nbytes = [], 0
-    for tensor in args["tensors"]:
-        pairs.append(([tensor],) * 2)
-        nbytes += tensor.numel() * tensor.element_size()
-    return Call(collective, pairs, nbytes, args.get("reduce_op"), args.get("root_rank", 0))
+    pairs = [([tensor],) * 2 for tensor in args["tensors"]]
+    return Call(collective, pairs, size_of(args["tensors"]), args.get("reduce_op"), args.get("root_rank", 0))
 
 
-def parts(collective: Collective, pairs: Iterable, args: Mapping, size: int) -> Call:
-    """Of what has a part for each rank on one side, and this rank's part on the other; nbytes counts all ranks' parts."""
-    pairs = [(list(outputs), list(inputs)) for outputs, inputs in pairs]
+def parts(collective: Collective, args: Mapping, size: int) -> Call:
+    """Of what has a part for each rank on one side, in one tensor or a list, and this rank's part on the other; several of these at once.
+    None where only the root has such a list. nbytes counts all ranks' parts."""
+    sides = [args[name] for name in list(args)[:2]]
+    outputs, inputs = ([side] if isinstance(side, torch.Tensor) else side for side in sides)
+    count = max(len(outputs), len(inputs))
+    pairs = list(zip(_lists(outputs, count), _lists(inputs, count), strict=True))
     nbytes = size * sum(size_of(pair[0 if collective.scatters else 1]) for pair in pairs)
     return Call(collective, pairs, nbytes, args.get("reduce_op"), args.get("root_rank", 0))
 
 
-def one_tensor(collective: Collective, args: Mapping, size: int) -> Call:
-    """All ranks' parts in one tensor."""
-    return parts(collective, [([args["output_tensor"]], [args["input_tensor"]])], args, size)
+def _lists(side, count: int) -> list[list[torch.Tensor]]:
+    return [[one] if isinstance(one, torch.Tensor) else list(one) for one in side] or [[] for _ in range(count)]
 
 
-def one_tensor_each(collective: Collective, args: Mapping, size: int) -> Call:
-    """The same of several tensors at once."""
-    pairs = (([output], [part]) for output, part in zip(args["outputs"], args["inputs"], strict=True))
-    return parts(collective, pairs, args, size)
-
-
-def lists(collective: Collective, args: Mapping, size: int) -> Call:
-    """A list with a tensor for each rank; none where only the root has one."""
-    outputs, inputs = args["output_tensors"], args["input_tensors"]
-    if collective.scatters:
-        outputs, inputs = [[tensor] for tensor in outputs], inputs or [[] for _ in outputs]
-    else:
-        outputs, inputs = outputs or [[] for _ in inputs], [[tensor] for tensor in inputs]
-    return parts(collective, zip(outputs, inputs, strict=True), args, size)
-
-
-def lists_by_rank(collective: Collective, args: Mapping, size: int) -> Call:
+def parts_by_rank(collective: Collective, args: Mapping, size: int) -> Call:
     """A list for each rank, with an output for each input."""
-    outputs, inputs = zip(*args["output_lists"], strict=True), ([tensor] for tensor in args["input_list"])
-    return parts(collective, zip(outputs, inputs, strict=True), args, size)
+    return parts(
+        collective, {"outputs": list(zip(*args["output_lists"], strict=True)), "inputs": args["input_list"]}, size
+    )
 
 
 def rows(collective: Collective, args: Mapping, size: int) -> Call:
@@ -168,11 +146,6 @@ def a_tensor_each(collective: Collective, args: Mapping, size: int) -> Call:
     """A tensor for each rank on both sides."""
     inputs = list(args["input_tensors"])
     return Call(collective, [(list(args["output_tensors"]), inputs)], size_of(inputs))
-
-
-def nothing(collective: Collective, args: Mapping, size: int) -> Call:
-    """Without tensors that count."""
-    return Call(collective)
 
 
 # -- what a rank gives and takes
@@ -241,9 +214,6 @@ def signature_of(call: Call, splits: "Splits | None") -> Signature:
 
 
 # -- What NCCL's process group refuses, as it says it (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
-#
-# `check` calls those of the collective's row first; each is check(call, rank, size).
-
 
 REFUSED = ("BAND", "BOR", "BXOR")  # NCCL has none of them
 # The dtypes that it has (`ncclDataType`); torch/csrc/cuda/nccl.cpp, by which the kinds of COPIED go, names the same
@@ -255,7 +225,7 @@ INVALID_ARGUMENT = ("ProcessGroupNCCL.cpp:3780", "invalid argument", "Invalid va
 COPIED = ("all_to_all", "gather", "scatter")
 SUMMED = {torch.float8_e4m3fn, torch.float8_e5m2}  # of FLOAT8, from Hopper on; all are copied
 UNSUMMED = FLOAT8 - SUMMED
-IS_COMPLEX = operator.attrgetter("is_complex")
+DENSE = "Please use dense tensors instead."
 OF_COMPLEX = ("SUM", "AVG", "PREMUL_SUM")  # the others would reduce both halves of a number on their own
 
 
@@ -268,9 +238,7 @@ def check(call: Call, rank: int, size: int) -> None:
             for tensor in side:
                 if tensor.layout is not torch.strided:
                     if call.kind == "all_reduce":
-                        raise RuntimeError(
-                            "NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead."
-                        )
+                        raise RuntimeError(f"NCCL does not support all_reduce with sparse tensors. {DENSE}")
                     raise ValueError("Tensors must be CUDA and dense")
                 if tensor.is_contiguous():
                     continue
@@ -334,7 +302,7 @@ def check_reduction(call: Call, rank: int, size: int) -> None:
         raise RuntimeError("Unsupported Float8 type for NCCL reduction")
     if name == "AVG" and torch.bool in call.dtypes:
         raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
-    if name not in OF_COMPLEX and any(map(IS_COMPLEX, call.dtypes)):
+    if name not in OF_COMPLEX and any(dtype.is_complex for dtype in call.dtypes):
         raise RuntimeError(f"{call.kind} does not support {name} on complex tensors")
 
 
@@ -347,22 +315,21 @@ def check_parts(call: Call, rank: int, size: int) -> None:
         if len(many) not in (1, size):
             raise ValueError(f"{call.kind}: invalid {way} tensor list (expected length {size}, got {len(many)})")
         if len(many) == 1 and part.dtype != many[0].dtype:
-            raise TypeError(
-                "input tensor must be the same type as the output tensor."
-                if scatters
-                else "output tensor must have the same type as input tensor"
-            )
+            raise TypeError(UNLIKE_PARTS[scatters][0])
         if len(many) == 1 and part.numel() * size != many[0].numel():
-            raise ValueError(
-                "input tensor must be the same size as output size times world size"
-                if scatters
-                else "output tensor size must be equal to world_size times input tensor size"
-            )
+            raise ValueError(UNLIKE_PARTS[scatters][1])
 
 
-def _sizes(tensor: torch.Tensor) -> str:
-    """As c10d's toString has it (Utils.hpp): one size without a comma."""
-    return f"({', '.join(map(str, tensor.shape))})"
+UNLIKE_PARTS = {
+    True: (
+        "input tensor must be the same type as the output tensor.",
+        "input tensor must be the same size as output size times world size",
+    ),
+    False: (
+        "output tensor must have the same type as input tensor",
+        "output tensor size must be equal to world_size times input tensor size",
+    ),
+}
 
 
 def check_rooted(call: Call, rank: int, size: int) -> None:
@@ -385,11 +352,10 @@ def check_rooted(call: Call, rank: int, size: int) -> None:
                 f"{way.capitalize()} list size should be {size}, same as size of the process group."
             )
         for index, tensor in enumerate(many):
-            if tensor.dtype != one.dtype:
-                raise ValueError(
-                    f"{name}: invalid tensor type at index {index} (expected {one.dtype}, got {tensor.dtype})"
-                )
-            if tensor.shape != one.shape:
-                raise ValueError(
-                    f"{name}: invalid tensor size at index {index} (expected {_sizes(one)}, got {_sizes(tensor)})"
-                )
+            for what, wanted, found in (("type", one.dtype, tensor.dtype), ("size", one.shape, tensor.shape)):
+                if found != wanted:
+                    # of sizes as c10d's toString has it (Utils.hpp): one without a comma
+                    texts = [f"({', '.join(map(str, it))})" if what == "size" else it for it in (wanted, found)]
+                    raise ValueError(
+                        f"{name}: invalid tensor {what} at index {index} (expected {texts[0]}, got {texts[1]})"
+                    )

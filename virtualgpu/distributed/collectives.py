@@ -25,12 +25,8 @@ from virtualgpu.distributed.calls import (
     check_reduction,
     check_rooted,
     in_place,
-    lists,
-    lists_by_rank,
-    nothing,
-    one_tensor,
-    one_tensor_each,
     parts,
+    parts_by_rank,
     rows,
     splits_of_parts,
     splits_of_rows,
@@ -42,36 +38,30 @@ from virtualgpu.distributed.shared_clock import ROOM, SLOTS, Arrivals, Signature
 # PyTorch's C++ would make the results on what it takes for their device, the CPU. Here they are made by ordinary operations, so that
 # each has its place, its bytes and its time: make(collective, tensor, args, size) gives the result and the Call that fills it.
 
+Filled = tuple[torch.Tensor, Call]
 
-def functional_copy(
-    collective: Collective, tensor: torch.Tensor, args: Mapping, size: int
-) -> tuple[torch.Tensor, Call]:
+
+def functional_copy(collective: Collective, tensor: torch.Tensor, args: Mapping, size: int) -> Filled:
     """Of a copy, in place."""
     return functional_in_place(collective, tensor.clone(memory_format=torch.contiguous_format), args, size)
 
 
-def functional_in_place(
-    collective: Collective, tensor: torch.Tensor, args: Mapping, size: int
-) -> tuple[torch.Tensor, Call]:
+def functional_in_place(collective: Collective, tensor: torch.Tensor, args: Mapping, size: int) -> Filled:
     """Of the tensor itself."""
     of_c10d = {"tensors": [tensor], "reduce_op": _reduce_op(args), "root_rank": args.get("src", 0)}
     return tensor, in_place(collective, of_c10d, size)
 
 
-def functional_parts(
-    collective: Collective, tensor: torch.Tensor, args: Mapping, size: int
-) -> tuple[torch.Tensor, Call]:
+def functional_parts(collective: Collective, tensor: torch.Tensor, args: Mapping, size: int) -> Filled:
     """Into a tensor of all ranks' parts, or of one."""
     out = args.get("out")
     if out is None:
-        functional_rows = tensor.shape[0] // size if collective.scatters else tensor.shape[0] * size
-        out = tensor.new_empty((functional_rows, *tensor.shape[1:]))
-    return out, parts(collective, [([out], [tensor.contiguous()])], {"reduce_op": _reduce_op(args)}, size)
+        count = tensor.shape[0] // size if collective.scatters else tensor.shape[0] * size
+        out = tensor.new_empty((count, *tensor.shape[1:]))
+    return out, parts(collective, {"output": out, "input": tensor.contiguous(), "reduce_op": _reduce_op(args)}, size)
 
 
-def functional_rows(
-    collective: Collective, tensor: torch.Tensor, args: Mapping, size: int
-) -> tuple[torch.Tensor, Call]:
+def functional_rows(collective: Collective, tensor: torch.Tensor, args: Mapping, size: int) -> Filled:
     """Rows from each rank."""
     out = tensor.new_empty((sum(args["output_split_sizes"]), *tensor.shape[1:]))
     return out, rows(collective, {**args, "output": out, "input": tensor.contiguous()}, size)
@@ -97,21 +87,17 @@ TABLE = (
             "all_reduce_coalesced_": functional_in_place,
         },
         carry=transport.all_reduce,
-        cost="all_reduce",
         checks=(check_reduction,),
         alike=transport.all_reduce_alike,
     ),
     Collective(
         "all_gather",
         operations={
-            "_allgather_base_": one_tensor,
-            "allgather_": lists,
-            "allgather_coalesced_": lists_by_rank,
-            "allgather_into_tensor_coalesced_": one_tensor_each,
+            **dict.fromkeys(("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"), parts),
+            "allgather_coalesced_": parts_by_rank,
         },
         functions={f"all_gather_into_tensor{form}": functional_parts for form in ("", "_out", "_coalesced")},
         carry=transport.all_gather,
-        cost="all_gather",
         checks=(check_parts,),
         splits=splits_of_parts,
         pairwise=True,
@@ -119,14 +105,11 @@ TABLE = (
     ),
     Collective(
         "reduce_scatter",
-        operations={
-            "_reduce_scatter_base_": one_tensor,
-            "reduce_scatter_": lists,
-            "reduce_scatter_tensor_coalesced_": one_tensor_each,
-        },
+        operations=dict.fromkeys(
+            ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"), parts
+        ),
         functions={f"reduce_scatter_tensor{form}": functional_parts for form in ("", "_out", "_coalesced")},
         carry=transport.reduce_scatter,
-        cost="reduce_scatter",
         checks=(check_reduction, check_parts),
         splits=splits_of_parts,
         scatters=True,
@@ -137,7 +120,6 @@ TABLE = (
         operations={"alltoall_base_": rows, "alltoall_": a_tensor_each},
         functions={"all_to_all_single": functional_rows},
         carry=transport.all_to_all,
-        cost="all_to_all",
         checks=(check_contiguous,),
         splits=splits_of_rows,
         pairwise=True,
@@ -147,7 +129,6 @@ TABLE = (
         operations={"broadcast_": in_place},
         functions={"broadcast": functional_copy, "broadcast_": functional_in_place},
         carry=transport.broadcast,
-        cost="broadcast",
         root="from",
         alike=transport.broadcast_alike,
     ),
@@ -155,31 +136,28 @@ TABLE = (
         "reduce",
         operations={"reduce_": in_place},
         carry=transport.reduce,
-        cost="reduce",
         checks=(check_reduction,),
         root="to",
         alike=transport.reduce_alike,
     ),
     Collective(
         "gather",
-        operations={"gather_": lists, "gather_into_tensor_": one_tensor},
+        operations={"gather_": parts, "gather_into_tensor_": parts},
         carry=transport.gather,
-        cost="gather",
         checks=(check_rooted,),
         root="to",
         alike=transport.all_gather_alike,
     ),
     Collective(
         "scatter",
-        operations={"scatter_": lists},
+        operations={"scatter_": parts},
         carry=transport.scatter,
-        cost="scatter",
         checks=(check_rooted,),
         scatters=True,
         root="from",
         alike=transport.scatter_alike,
     ),
-    Collective("barrier", operations={"barrier": nothing}, carry=transport.barrier, cost="barrier"),
+    Collective("barrier", operations={"barrier": lambda row, args, size: Call(row)}, carry=transport.barrier),
 )
 
 OPERATIONS = {name: (row, read) for row in TABLE for name, read in row.operations.items()}  # of c10d
@@ -196,16 +174,8 @@ FUNCTIONS = {name: (row, make) for row in TABLE for name, make in row.functions.
 # call in which these are not all alike says so, and they stand behind the message logs in the group's file.
 
 
-def _collective(signature: Signature) -> Collective:
-    return TABLE[signature[0] % KINDS]
-
-
 def _has_splits(signature: Signature) -> bool:
     return bool(signature[2] & 1)
-
-
-def _dtype_name(signature: Signature) -> str:
-    return str(DTYPES_BY_NUMBER[signature[2] >> 1 & 0xFF]).removeprefix("torch.")
 
 
 class Agreement:
@@ -241,42 +211,46 @@ class Agreement:
     ) -> str | None:
         if signature == other_signature and not _has_splits(signature):
             return None
-        collective, uneven = _collective(signature), _has_splits(signature) or _has_splits(other_signature)
-        if uneven and collective is _collective(other_signature) and signature[2] >> 1 == other_signature[2] >> 1:
-            splits, other_splits = self._read(rank, number, signature), self._read(other, number, other_signature)
-            return self._of_splits(collective, _dtype_name(signature), rank, splits, other, other_splits)
-        first, second = self._text(signature), self._text(other_signature)
-        if first == second:
-            second += " in other sizes or dtypes"
-        return f"rank {self.ranks[rank]} came to {first} where rank {self.ranks[other]} came to {second}"
-
-    def _of_splits(
-        self, collective: Collective, dtype: str, rank: int, splits: Splits, other: int, other_splits: Splits
-    ) -> str | None:
-        """The same of two calls that are alike but for what each rank gives and takes."""
-        here, there = (f"rank {self.ranks[member]} came to {collective.kind}" for member in (rank, other))
+        row, dtype = self._row_and_dtype(signature)
+        here, there = f"rank {self.ranks[rank]} came to", f"rank {self.ranks[other]} came to"
+        uneven = _has_splits(signature) or _has_splits(other_signature)
+        if (
+            not uneven
+            or row is not self._row_and_dtype(other_signature)[0]
+            or signature[2] >> 1 != other_signature[2] >> 1
+        ):
+            first, second = self._text(signature), self._text(other_signature)
+            return f"{here} {first} where {there} {second}{' in other sizes or dtypes' * (first == second)}"
+        # alike but for what each rank gives and takes
+        splits, others = self._read(rank, number, signature), self._read(other, number, other_signature)
+        here, there = f"{here} {row.kind}", f"{there} {row.kind}"
         if rank == other:
             gives, takes = splits.gives[rank], splits.takes[rank]
             return f"{here} and gives itself {gives} {dtype}, but takes {takes}" if gives != takes else None
-        if not collective.pairwise:
-            if splits.gives == other_splits.gives:
-                return None
-            return f"{here} of {splits.gives} {dtype} where {there} of {other_splits.gives}"
-        gives, taken = splits.gives[other], other_splits.takes[rank]
+        if not row.pairwise:
+            same = splits.gives == others.gives
+            return None if same else f"{here} of {splits.gives} {dtype} where {there} of {others.gives}"
+        gives, taken = splits.gives[other], others.takes[rank]
         if gives != taken:
             return f"{here} and gives rank {self.ranks[other]} {gives} {dtype} where {there} and takes {taken} from it"
-        takes, sent = splits.takes[other], other_splits.gives[rank]
+        takes, sent = splits.takes[other], others.gives[rank]
         if takes != sent:
             return f"{here} and takes {takes} {dtype} from rank {self.ranks[other]} where {there} and gives it {sent}"
         return None
 
+    @staticmethod
+    def _row_and_dtype(signature: Signature) -> tuple[Collective, str]:
+        return TABLE[signature[0] % KINDS], str(DTYPES_BY_NUMBER[signature[2] >> 1 & 0xFF]).removeprefix("torch.")
+
     def _read(self, rank: int, number: int, signature: Signature) -> Splits:
         """The splits of a rank that said this signature."""
         if not _has_splits(signature):
-            each = signature[1] // self.size if _collective(signature).kind == "all_to_all" else signature[1]
+            whole = self._row_and_dtype(signature)[0].kind == "all_to_all"
+            each = signature[1] // self.size if whole else signature[1]
             return Splits([each] * self.size, [each] * self.size)
         if rank == self.arrivals.rank:
             return self._mine[number]
+        assert self.arrivals.file is not None
         data = os.pread(self.arrivals.file, self._record.size, self._offset(rank, number))
         counts = list(self._record.unpack(data))
         return Splits(counts[: self.size], counts[self.size :])
@@ -286,14 +260,11 @@ class Agreement:
 
     def _text(self, signature: Signature) -> str:
         """As people say it: all_reduce of 4 float32 (sum)."""
-        collective, (_, count, details, _) = _collective(signature), signature
+        (collective, dtype), (_, count, details, _) = self._row_and_dtype(signature), signature
         if collective.kind == "barrier":
             return "barrier"
         pairs, root, reduction = details >> 37, details >> 17 & 0xFFFFF, REDUCTIONS[details >> 9 & 0xFF]
         several = f"{pairs} tensors with " if pairs > 1 else ""
-        text = f"{collective.kind} of {several}{count} {_dtype_name(signature)}"
-        if reduction:
-            text += f" ({reduction.lower()})"
-        if collective.root:
-            text += f" {collective.root} rank {self.ranks[root] if root < len(self.ranks) else root}"
-        return text
+        reduced = f" ({reduction.lower()})" if reduction else ""
+        at = f" {collective.root} rank {self.ranks[root] if root < self.size else root}" if collective.root else ""
+        return f"{collective.kind} of {several}{count} {dtype}{reduced}{at}"

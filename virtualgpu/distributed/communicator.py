@@ -9,6 +9,8 @@ current stream, at torch.cuda.synchronize().
 """
 
 import copy
+import functools
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,12 +20,11 @@ from torch import distributed as dist
 from virtualgpu._compat import current_node, graph_task
 from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed import transport
-from virtualgpu.distributed.calls import KINDS, Call, Splits, check, check_what_nccl_has, signature_of
+from virtualgpu.distributed.calls import KINDS, Call, check, check_what_nccl_has, signature_of
 from virtualgpu.distributed.collectives import Agreement
-from virtualgpu.distributed.objects import DryCollective
 from virtualgpu.distributed.shared_clock import LEFT, Arrivals, Signature, explain
 from virtualgpu.distributed.topology import Layout
-from virtualgpu.distributed.transport import Transfer
+from virtualgpu.distributed.transport import Transfer, carry_known
 from virtualgpu.engine.machine import GPU, Machine, dry_runs
 from virtualgpu.memory.ledger import Communication
 from virtualgpu.timing.clock import Clock
@@ -53,16 +54,15 @@ class Communicator:
         self.name, self.ranks, self.rank, self.size = name, ranks, rank, len(ranks)
         self.gloo, self.arrivals, self.layout, self.gpu, self.timeout = gloo, arrivals, layout, gpu, timeout
         self.nccl = gloo is None or gloo.name() == "nccl"
-        self.share = (
-            layout.fabric.blocks / gpu.spec.processors if self.size > 1 else 0.0
-        )  # of the GPU, for NCCL's kernels
+        # Of the GPU, for NCCL's kernels
+        self.share = layout.fabric.blocks / gpu.spec.processors if self.size > 1 else 0.0
         self.agreement = Agreement(arrivals, ranks)
         self.number = 0  # of the latest collective, from 1
         self.resolved = 0  # up to which ends are known
         self.end = 0.0  # of the latest whose end is known
         self.late = 0.0  # the same, with what this rank's kernels lost beside those before it
         self.works: dict[int, VirtualWork] = {}  # that nobody has waited for: C++ may hold them
-        self.latest: VirtualWork | None = None  # on its way through C++ to who called
+        self.latest: SimulatedWork | CoalescedWork | None = None  # on its way through C++ to who called
         self.stream: Queue | None = None
         self.coalesced: list | None = None  # works inside of a coalescing manager
         self._backward: list[VirtualWork] = []  # whose futures are to be complete at the end of the pass
@@ -86,20 +86,30 @@ class Communicator:
             self.messages.settle()  # on the same stream
         issued, stream = self.clock.collectives.come_to(gpu.index)
         if asynchronous:
-            stream = self._stream_beside(gpu)
+            if self.stream is None or self.stream.gpu != gpu.index:
+                self.stream = self.clock.collectives.new_stream(gpu.index)
+            stream = self.stream
         splits = call.collective.splits and call.collective.splits(call, self.rank, self.size)
         signature = signature_of(call, splits)
         self.number += 1
-        at_once = not asynchronous and self.coalesced is None
-        work = VirtualWork(self, self.number, call, signature, gpu, stream, issued, at_once)
+        work = VirtualWork(self, gpu, call, signature, issued, stream)
+        work.at_once = not asynchronous and self.coalesced is None
         self.works[self.number] = self.latest = work
         if len(self.works) > KEPT:
             oldest = next(iter(self.works.values()))
             oldest.finish()
-            self.forget(oldest)
+            self.works.pop(oldest.number, None)
         try:
-            self._post(work, splits)
-            if self.unlike is None:
+            if splits is not None:
+                self.agreement.write(work.number, splits)
+            others = self.arrivals.post(work.number, issued, signature, self.timeout)
+            if splits is not None:
+                others.append((self.rank, signature))
+            for rank, other in others:
+                differs = other != signature or splits is not None
+                if differs and self.agreement.difference(work.number, signature, rank, other):
+                    self.unlike = work
+            if self.unlike is None:  # or the numbers of two that mean something else would meet
                 if self.machine.in_flight.parts:
                     self.machine.in_flight.let_finish(call.tensors, call.uses(self.rank)[0])
                 work.carry()
@@ -108,61 +118,36 @@ class Communicator:
             raise
         if self.coalesced is not None:
             self.coalesced.append(work)
-        elif at_once:
+        elif work.at_once:
             work.join()
         return work
 
-    def _post(self, work: "VirtualWork", splits: Splits | None) -> None:
-        """The others learn of it. The numbers of a rank that means something else must not meet this rank's."""
-        if splits is not None:
-            self.agreement.write(work.number, splits)
-        others = self.arrivals.post(work.number, work.issued, work.signature, self.timeout)
-        if splits is not None:
-            others.append((self.rank, work.signature))
-        for rank, other in others:
-            if (other != work.signature or splits is not None) and self.agreement.difference(
-                work.number, work.signature, rank, other
-            ):
-                self.unlike = work
-
-    def _stream_beside(self, gpu: GPU) -> Queue:
-        if self.stream is None or self.stream.gpu != gpu.index:
-            self.stream = self.clock.collectives.new_stream(gpu.index)
-        return self.stream
-
-    # -- the end
-
-    def resolve(self, work: "VirtualWork") -> None:
+    def resolve(self, latest: "VirtualWork") -> None:
         """When does it end? Those before it in this communicator are asked first."""
         if self.failed is not None:
             raise copy.copy(self.failed)
-        for number in range(self.resolved + 1, work.number + 1):
+        for number in range(self.resolved + 1, latest.number + 1):
+            work = self.works[number]
             try:
-                self._resolve(self.works[number])
-            except RuntimeError as error:
-                self.explain(error, work.call.kind)
+                last, signatures = self.arrivals.read(number, self.timeout)
+            except RuntimeError as error:  # of two that differ and a third that does not come, the two are the cause
+                for rank, signature in self.arrivals.come(number):
+                    self._agree(work, rank, signature)
+                self.explain(error, latest.call.kind)
                 raise
-
-    def _resolve(self, work: "VirtualWork") -> None:
-        try:
-            last, signatures = self.arrivals.read(work.number, self.timeout)
-        except RuntimeError:  # of two that differ and a third that does not come, the two are the cause
-            for rank, signature in self.arrivals.come(work.number):
-                self._agree(work, rank, signature)
-            raise
-        for rank, signature in enumerate(signatures):
-            if signature != work.signature or signature[2] & 1:
-                self._agree(work, rank, signature)
-        nbytes = max(signatures)[0] // KINDS
-        seconds, collectives = self.layout.seconds(work.call.collective.cost, nbytes), self.clock.collectives
-        late = collectives.beside[work.gpu.index].lateness(work.issued, work.charged)
-        begin, came = max(last, self.end), max(work.issued, self.end)
-        self.end, self.resolved = begin + seconds, work.number
-        self.late = work.late = max(last + late, self.late) + seconds
-        name = work.call.kind if self.clock.spans is None else f"{work.call.kind} {_size(nbytes)}"
-        collectives.run(work.stream, came, begin, self.end, name, self.share)
-        if self.size > 1:
-            self.statistics.add(work.gpu.index, begin, self.end, nbytes, last - work.issued)
+            for rank, signature in enumerate(signatures):
+                if signature != work.signature or signature[2] & 1:
+                    self._agree(work, rank, signature)
+            nbytes = max(signatures)[0] // KINDS
+            seconds, collectives = self.layout.seconds(work.call.kind, nbytes), self.clock.collectives
+            late = collectives.beside[work.gpu.index].lateness(work.issued, work.charged)
+            begin, came = max(last, self.end), max(work.issued, self.end)
+            self.end, self.resolved = begin + seconds, number
+            self.late = work.late = max(last + late, self.late) + seconds
+            name = work.call.kind if self.clock.spans is None else f"{work.call.kind} {_size(nbytes)}"
+            collectives.run(work.stream, came, begin, self.end, name, self.share)
+            if self.size > 1:
+                self.statistics.add(work.gpu.index, begin, self.end, nbytes, last - work.issued)
 
     def _agree(self, work: "VirtualWork", rank: int, signature: Signature) -> None:
         """Raises where that rank does not mean the same."""
@@ -173,14 +158,10 @@ class Communicator:
                 "of one dtype (NCCL would wait for ever, or give wrong numbers without a word)"
             )
 
-    def arrived(self, work: "VirtualWork") -> None:
+    def arrived(self, work: "SimulatedWork") -> None:
         """Whoever called has it, and keeps it alive for as long as it is needed."""
         if self.latest is work:
             self.latest = None
-
-    def forget(self, work: "VirtualWork") -> None:
-        """Hold it no longer: its end is known, or it failed."""
-        self.works.pop(work.number, None)
 
     def leave(self, how: int = LEFT) -> None:
         """Its group is destroyed: nobody waits here any more."""
@@ -196,7 +177,7 @@ class Communicator:
     def fail(self, work: "VirtualWork", error: RuntimeError) -> None:
         """A work failed: nothing begins after it."""
         self.failed = self.failed or error
-        self.forget(work)
+        self.works.pop(work.number, None)
 
     def at_end_of_backward(self, work: "VirtualWork") -> None:
         """DDP's reducer waits for futures then; ours are complete before it does."""
@@ -220,25 +201,24 @@ class Communicator:
         if self.batch is not None and self.messages is not None:
             self.messages.start(self.batch)
             self.batch = None
-        self.latest = CoalescedWork(works)
-        return self.latest
+        self.latest = work = CoalescedWork(works)
+        return work
 
-    def settle_collectives(self) -> None:
+    def settle(self) -> None:
         """The ends of all collectives so far are known."""
         for work in list(self.works.values()):
             work.finish()
 
     def drain(self) -> None:
-        """Every collective that this rank has come to is over, and its end known."""
-        self.settle_collectives()
+        """Every collective and message that this rank has come to is over, and its end known."""
+        self.settle()
         if self.messages is not None:
             self.messages.settle()
 
     def explain(self, error: RuntimeError, what: str) -> None:
         """Raises PyTorch's error, naming ranks, where one did not come to `what`."""
-        arrivals = self.arrivals
-        behind = lambda: arrivals.behind(self.number)  # noqa: E731
-        explain(error, what, self.rank, self.name, self.ranks, self.timeout, arrivals.ended, behind)
+        behind = functools.partial(self.arrivals.behind, self.number)
+        explain(error, what, self.rank, self.name, self.ranks, self.timeout, self.arrivals.ended, behind)
 
 
 def _size(nbytes: int) -> str:
@@ -278,9 +258,7 @@ class SimulatedWork(_compat.Work):
         """As wait()."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """As wait()."""
-        self.wait()
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         """Has the host's clock passed its end? Asking takes a moment of it."""
@@ -295,21 +273,11 @@ class VirtualWork(SimulatedWork):
     Its tensors are held until somebody waits, as ProcessGroupNCCL holds them.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        number: int,
-        call: Call,
-        signature: Signature,
-        gpu: GPU,
-        stream: Queue,
-        issued: float,
-        at_once: bool,
-    ):
-        super().__init__(communicator, gpu)
-        self.number, self.call, self.signature, self.stream, self.issued = number, call, signature, stream, issued
-        self.at_once = at_once
-        self.charged = communicator.clock.collectives.beside[gpu.index].charged
+    def __init__(self, comm: Communicator, gpu: GPU, call: Call, signature: Signature, issued: float, stream: Queue):
+        super().__init__(comm, gpu)
+        self.number, self.call, self.signature = comm.number, call, signature
+        self.issued, self.stream, self.at_once = issued, stream, False
+        self.charged = comm.clock.collectives.beside[gpu.index].charged
         self._transfer: Transfer | None = None
         self._outputs = call.outputs
         self._future: torch.futures.Future | None = None
@@ -320,65 +288,54 @@ class VirtualWork(SimulatedWork):
         """Begin to carry the numbers; in a dry run those that are known."""
         comm, machine = self.communicator, self.communicator.machine
         if (machine.always_dry or dry_runs.some) and machine.dry:
-            self._carry_values()
+            with machine.untracked():
+                self._transfer = carry_known(comm.gloo, self.call, comm.rank, comm.size, comm.timeout)
         elif comm.gloo is not None:
             self._transfer = Transfer(comm.gloo, self.call, comm.rank, comm.size, comm.timeout)
         if self._transfer is not None and not self.at_once:  # otherwise nobody else meets its tensors meanwhile
             machine.in_flight.add(self, *self.call.uses(comm.rank))
 
-    def _carry_values(self) -> None:
-        comm = self.communicator
-        with comm.machine.untracked():
-            known = DryCollective(self.call, comm.rank)
-            if known.call is not None and comm.gloo is not None:
-                self._transfer = Transfer(comm.gloo, known.call, comm.rank, comm.size, comm.timeout)
-                known.carried_by(self._transfer)
-            elif known.call is not None:
-                known.alone(comm.rank, comm.size)
-
     def finish(self) -> None:
         """The numbers are there, and the end is known. Raises what it failed with."""
         if self._failed is not None:
             raise copy.copy(self._failed)
+        comm, transfer = self.communicator, self._transfer
+        in_flight = comm.machine.in_flight
         try:
             if self.late is None:
-                self.communicator.resolve(self)  # first: it knows who does not come, and who came to something else
-            if self._transfer is not None:
-                self._receive(self._transfer)
+                comm.resolve(self)  # first: it knows who does not come, and who came to something else
+            if transfer is not None:
+                try:
+                    transfer.wait()
+                    if transfer.last:
+                        with comm.machine.untracked():
+                            transfer.finish()
+                except RuntimeError as error:
+                    comm.explain(error, self.call.kind)
+                    raise
+                self._transfer = None
+                if not self.at_once:
+                    in_flight.remove(self, self.call.tensors)
         except RuntimeError as error:
             self._failed = copy.copy(error)  # without its frames, which hold the group until Python looks for cycles
-            self.communicator.fail(self, self._failed)
-            if self._transfer is not None:
+            comm.fail(self, self._failed)
+            if transfer is not None:
                 transport.LOST.append(self.call)
                 self._transfer = None
-                self.communicator.machine.in_flight.remove(self, self.call.tensors)
+                in_flight.remove(self, self.call.tensors)
             raise
-
-    def _receive(self, transfer: Transfer) -> None:
-        machine = self.communicator.machine
-        try:
-            transfer.wait()
-            if transfer.last:
-                with machine.untracked():
-                    transfer.finish()
-        except RuntimeError as error:
-            self.communicator.explain(error, self.call.kind)
-            raise
-        self._transfer = None
-        if not self.at_once:
-            machine.in_flight.remove(self, self.call.tensors)
 
     def join(self) -> None:
         """The current stream waits for it; after a barrier the host does, too."""
         self.finish()
-        clock = self.communicator.clock
-        clock.collectives.wait(self.gpu.index, self.late)
+        comm = self.communicator
+        comm.clock.collectives.wait(self.gpu.index, self.late)
         if self.call.kind == "barrier":
-            clock.wait_until(self.late)
+            comm.clock.wait_until(self.late)
         if not self._joined:
             self._joined = True
-            self.communicator.forget(self)
-            self.call.release()
+            comm.works.pop(self.number, None)
+            self.call.pairs, self.call.outputs, self.call.tensors = (), [], []  # it is over: they are not held
             if self.at_once:
                 self._outputs = []
         if self._future is not None and not self._future.done():
@@ -418,9 +375,9 @@ class VirtualWork(SimulatedWork):
 
 
 class CoalescedWork(_compat.Work):
-    """Several collectives that are waited for as one."""
+    """Several collectives, or messages, that are waited for as one."""
 
-    def __init__(self, works: list[VirtualWork]):
+    def __init__(self, works: list[SimulatedWork]):
         super().__init__()
         self.works = works
 
@@ -439,9 +396,8 @@ class CoalescedWork(_compat.Work):
         return all(work.is_completed() for work in self.works)
 
 
-def _asking_completes(future: torch.futures.Future, complete) -> None:
+def _asking_completes(future: torch.futures.Future, complete: Callable[[], object]) -> None:
     """wait() and value() of this future, and of those made from it by then(), first wait for the collective."""
-    wait, value = future.wait, future.value
 
     def asked(method):
         def ask():
@@ -464,13 +420,12 @@ def _asking_completes(future: torch.futures.Future, complete) -> None:
         future.add_done_callback(run)
         return child
 
-    future.wait, future.value, future.then = asked(wait), asked(value), then
-
     def forget(done) -> None:
         """Or future and functions would hold each other, and a bucket's memory, until Python looks for such."""
         for name in ("wait", "value", "then"):
             vars(future).pop(name, None)
 
+    vars(future).update(wait=asked(future.wait), value=asked(future.value), then=then)
     future.add_done_callback(forget)
 
 

@@ -1,4 +1,4 @@
-"""DTensor and DeviceMesh on virtual GPUs: what they ask the device for, and what they compute on the side."""
+"""DTensor and DeviceMesh on virtual GPUs: what they ask the device for, what they compute on the side, and their random numbers."""
 
 import contextlib
 import threading
@@ -7,8 +7,10 @@ import torch
 from torch.distributed import device_mesh
 
 from virtualgpu import _compat
-from virtualgpu.distributed.objects import with_numbers
+from virtualgpu._compat.distributed import dtensor_random
+from virtualgpu.distributed.process_group import with_numbers
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.rng import Plain
 from virtualgpu.engine.storage import Allocation, label
 from virtualgpu.engine.values import values_of
 from virtualgpu.torch_api.patches import Patches, standing_in
@@ -19,18 +21,16 @@ AS_IT_IS = ("__hash__", "__eq__", "__repr__", "__enter__", "__exit__")  # of a m
 def install(machine: Machine, patches: Patches) -> None:
     """Replace DeviceMesh's methods, and how tensors are wrapped and faked; random numbers when somebody makes a mesh."""
     mesh, tensor, fake = device_mesh.DeviceMesh, torch.Tensor, _compat.fake_tensor.FakeTensorMode
-    for name, value in list(
-        vars(mesh).items()
-    ):  # a mesh computes with small CPU tensors: in a dry run with numbers, too
+    for name, value in list(vars(mesh).items()):  # it computes with small CPU tensors: in a dry run with numbers, too
         if name in AS_IT_IS or isinstance(value, (type, classmethod)):
             continue
-        if isinstance(value, property):
+        if isinstance(value, property) and value.fget is not None:
             patches.replace(mesh, name, property(standing_in(value.fget, _with_numbers, machine), value.fset))
         elif isinstance(value, staticmethod):
             patches.replace(mesh, name, staticmethod(standing_in(value.__func__, _with_numbers, machine)))
         elif callable(value):
             patches.stand_in(mesh, name, _with_numbers, machine)
-    patches.stand_in(mesh, "__init__", _prepared, patches)
+    patches.stand_in(mesh, "__init__", _with_random, patches)
     patches.stand_in_everywhere(device_mesh, "init_device_mesh", _with_numbers, machine)
     wrap = standing_in(tensor._make_wrapper_subclass, _make_wrapper_subclass, machine)
     patches.replace(tensor, "_make_wrapper_subclass", staticmethod(wrap))
@@ -64,11 +64,9 @@ def _known(machine: Machine, ranks):
     return ranks if values is None else values
 
 
-def _prepared(patches: Patches, original, *args, **kwargs):
+def _with_random(patches: Patches, original, *args, **kwargs):
     """Not before somebody makes a mesh: importing DTensor takes a second."""
-    from virtualgpu.distributed import dtensor_random
-
-    dtensor_random.install(patches)
+    install_random(patches)
     return original(*args, **kwargs)
 
 
@@ -79,14 +77,12 @@ def _make_wrapper_subclass(machine: Machine, original, cls, *args, device=None, 
     if device is None:
         return original(cls, *args, **kwargs)
     is_virtual = torch.device(device).type == "cuda"
-    told = torch.device(machine.base) if is_virtual else device
+    real = torch.device(machine.base) if is_virtual else device
     if is_named:
-        wrapper = original(cls, *args, device=told, **kwargs)
+        wrapper = original(cls, *args, device=real, **kwargs)
     else:  # a nested tensor of the jagged layout says it so
-        wrapper = original(cls, *args[:DEVICE], told, *args[DEVICE + 1 :], **kwargs)
-    if not is_virtual:
-        return wrapper
-    if not hasattr(cls, "__tensor_flatten__"):
+        wrapper = original(cls, *args[:DEVICE], real, *args[DEVICE + 1 :], **kwargs)
+    if is_virtual and not hasattr(cls, "__tensor_flatten__"):
         label(wrapper, Allocation(machine.gpu(device), 0))
     return wrapper
 
@@ -118,3 +114,64 @@ def _uniform(original, tensor, low=0.0, high=1.0, generator=None):
     if tensor.device.type != "cuda":
         return original(tensor, low, high, generator)
     return tensor.copy_(torch.rand_like(tensor) * (high - low) + low)
+
+
+# -- Random numbers: shards draw different ones, replicas the same, and all ranks' generators stay together.
+#
+# PyTorch moves the offset of CUDA's counter-based generators by the size of each shard. The generators here are the CPU's, which have
+# none: for each operation all ranks draw one seed from their generators, which one torch.manual_seed made alike, and each shard
+# draws its numbers from that seed and its place.
+
+
+TRACKER = "TrackerOfVirtualGPUs"
+SPREAD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 spreads seeds
+
+
+def install_random(patches: Patches) -> None:
+    """Replace OffsetBasedRNGTracker and, in versions that have it, run_dtensor_rng_op. Called again, there is nothing to do."""
+    dispatch, random, tracker = dtensor_random()
+    if random.OffsetBasedRNGTracker.__name__ == TRACKER:
+        return
+
+    def init(self, device_mesh, run_state_sync: bool = True) -> None:
+        tracker.__init__(self, torch.device(device_mesh.device_type, torch.cuda.current_device()))
+
+    methods = {
+        "__init__": init,
+        "_distribute_region": lambda self, spec, generator=None: drawn_by(shard_of(spec), generator),
+        "_compute_rng_offsets": lambda self, spec: (shard_of(spec), 0),  # for run_op below
+    }
+    patches.replace(random, "OffsetBasedRNGTracker", type(TRACKER, (tracker,), methods))
+    patches.set(random, "_rng_tracker", None)
+    if hasattr(dispatch, "run_dtensor_rng_op"):
+        patches.replace(dispatch, "run_dtensor_rng_op", run_op)
+
+
+def run_op(shard: int, _end: int, op, *args, **kwargs):
+    """One operation draws for a shard."""
+    with drawn_by(shard):
+        return op(*args, **kwargs)
+
+
+def shard_of(spec) -> int:
+    """Which shard of the tensor this rank has, counted over the mesh's dimensions; the same for replicas."""
+    shard = 0
+    for dim, (placement, coordinate) in enumerate(zip(spec.placements, spec.mesh.get_coordinate(), strict=True)):
+        if placement.is_shard():
+            shard = shard * spec.mesh.size(dim) + coordinate
+    return shard
+
+
+@contextlib.contextmanager
+def drawn_by(shard: int, generator: torch.Generator | None = None):
+    """In this block the generator, the current GPU's unless given, draws for one shard; afterwards it is one draw further, on every rank."""
+    generator = generator or torch.cuda.default_generators[torch.cuda.current_device()]
+    draws = torch.Generator("cpu")
+    draws.set_state(Plain.get_state(generator))
+    seed = int(torch.randint(1 << 62, (), generator=draws, device="cpu"))
+    after = draws.get_state()
+    generator.manual_seed((seed + shard * SPREAD) % (1 << 63))
+    try:
+        yield
+    finally:
+        Plain.set_state(generator, after)

@@ -4,7 +4,7 @@ import functools
 import operator
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -37,12 +37,12 @@ SEND, RECV = 0, 1
 
 
 class Message(NamedTuple):
-    """One side of a message. peer: the other rank. index: among those to, or from, that peer in that direction, from 0."""
+    """One side of a message. peer: the other rank. nth: among those to, or from, that peer in that direction, from 0."""
 
     direction: int
     peer: int
     nbytes: int
-    index: int
+    nth: int
 
 
 class Awaited(NamedTuple):
@@ -51,11 +51,11 @@ class Awaited(NamedTuple):
     rank: int
     direction: int
     peer: int
-    index: int
+    nth: int
 
     def as_word(self) -> int:
         """One whole number, not 0, that `of_word` reads."""
-        return ((self.index << 16 | self.rank) << 16 | self.peer) << 2 | self.direction << 1 | 1
+        return ((self.nth << 16 | self.rank) << 16 | self.peer) << 2 | self.direction << 1 | 1
 
     @classmethod
     def of_word(cls, word: int) -> "Awaited":
@@ -89,7 +89,7 @@ class MessageLog:
         self.arrivals, self.rank, self.size = arrivals, arrivals.rank, arrivals.size
         self.batches: list[list[Batch]] = [[] for _ in range(arrivals.size)]
         self._offsets = [arrivals.nbytes + rank * ROOM for rank in range(arrivals.size)]  # how far read, or written
-        self._where: dict[Awaited | tuple[int, int, int, int], int] = {}  # the batch that a message is in
+        self.where: dict[tuple[int, int, int, int], int] = {}  # the batch that a message is in, by `Awaited`
         self._sizes: dict[tuple[int, int, int], list[int]] = {}  # (rank, direction, peer): the bytes of each message
 
     def write(self, issued: float, after: int, messages: list[tuple[int, int, int]], stream: int = 0) -> int:
@@ -122,21 +122,17 @@ class MessageLog:
             self.arrivals.wait_for(0)
             raise
         self.arrivals.wait_for(0)
-        return self._where[awaited]
+        return self.where[awaited]
 
     def has(self, message: "Awaited") -> bool:
         """Has its rank come to it?"""
-        return message in self._where or (
-            message.rank != self.rank and self._read(message.rank) and message in self._where
-        )
+        if message not in self.where and message.rank != self.rank:
+            self._read(message.rank)
+        return message in self.where
 
     def nbytes(self, rank: int, direction: int, peer: int, index: int) -> int:
         """Of one message that `rank` is known to have come to."""
         return self._sizes[rank, direction, peer][index]
-
-    def batch_with(self, rank: int, direction: int, peer: int, index: int) -> int:
-        """The number of the batch in which `rank` is known to have that message."""
-        return self._where[rank, direction, peer, index]
 
     def _circle(self, awaited: "Awaited") -> list[tuple[int, "Awaited"]] | None:
         """Ranks that wait for each other, and for what each, where this one waits for that. None where that is not so, or not yet written
@@ -151,46 +147,34 @@ class MessageLog:
             rank = Awaited.of_word(awaits[rank]).rank
         circle = list(awaits)[list(awaits).index(rank) :]
         waits = [(member, Awaited.of_word(awaits[member])) for member in circle]
-        if any(self.has(awaited) for _, awaited in waits) or any(
-            self.arrivals.waits(member) != awaits[member] for member in circle
-        ):
-            return None  # one of them is about to go on
-        return waits
+        goes_on = any(self.has(awaited) for _, awaited in waits)  # one of them is about to
+        return None if goes_on or any(self.arrivals.waits(rank) != awaits[rank] for rank in circle) else waits
 
-    def _take(
-        self, rank: int, issued: float, after: int, messages: Iterable[tuple[int, int, int]], stream: int
-    ) -> None:
+    def _take(self, rank: int, issued: float, after: int, messages: list[tuple[int, int, int]], stream: int) -> None:
         """A rank's next batch, of (direction, peer, nbytes)."""
         batch = Batch(issued, after, [], stream)
         for direction, peer, nbytes in messages:
             sizes = self._sizes.setdefault((rank, direction, peer), [])
             index = len(sizes)
             sizes.append(nbytes)
-            self._where[rank, direction, peer, index] = len(self.batches[rank])
+            self.where[rank, direction, peer, index] = len(self.batches[rank])
             batch.messages.append(Message(direction, peer, nbytes, index))
         self.batches[rank].append(batch)
 
-    def _read(self, rank: int) -> bool:
-        """Take in what a rank has written since; False where that is nothing."""
-        if self.arrivals.file is None:
-            return False
-        begin = self._offsets[rank]
-        while (batch := self._next_batch(rank)) is not None:
-            _, _, bits, after, way, *_ = batch[0]
-            messages = [(record[4] & 1, *record[5:7]) for record in batch]
+    def _read(self, rank: int) -> None:
+        """Take in what a rank has written since."""
+        file = self.arrivals.file
+        while file is not None:
+            head = os.pread(file, MESSAGE.size, self._offsets[rank])
+            nbytes = MESSAGE.unpack(head)[1] * MESSAGE.size if len(head) == MESSAGE.size else 0
+            data = os.pread(file, nbytes, self._offsets[rank]) if 0 < nbytes <= ROOM else b""
+            records = list(MESSAGE.iter_unpack(data)) if data and len(data) == nbytes else []
+            if not records or any(_check(record[:-1]) != record[-1] for record in records):
+                return  # nothing yet, or what is being written
+            _, _, bits, after, way, *_ = records[0]
+            messages = [(record[4] & 1, record[5], record[6]) for record in records]
             self._take(rank, float_of_bits(bits), after, messages, way >> 1)
-            self._offsets[rank] += len(batch) * MESSAGE.size
-        return self._offsets[rank] > begin
-
-    def _next_batch(self, rank: int) -> list[tuple[int, ...]] | None:
-        """Its records; None for nothing yet, or what is being written."""
-        head = os.pread(self.arrivals.file, MESSAGE.size, self._offsets[rank])
-        if len(head) < MESSAGE.size:
-            return None
-        nbytes = MESSAGE.unpack(head)[1] * MESSAGE.size
-        data = os.pread(self.arrivals.file, nbytes, self._offsets[rank]) if 0 < nbytes <= ROOM else b""
-        records = list(MESSAGE.iter_unpack(data)) if data and len(data) == nbytes else []
-        return records if records and all(_check(record[:-1]) == record[-1] for record in records) else None
+            self._offsets[rank] += nbytes
 
 
 def _check(head: tuple[int, ...]) -> int:
@@ -200,20 +184,16 @@ def _check(head: tuple[int, ...]) -> int:
 # -- Messages that wait for each other: who stands where, by what each rank called, and what would help.
 
 
-class Stuck(NamedTuple):
-    """A message at which a rank stands. Ranks count within the group; index as in `Message`; stream: that it was called on."""
-
-    rank: int
-    direction: int
-    peer: int
-    index: int
-    nbytes: int
-    stream: int
-
-
 def describe(hang: Hang, log: MessageLog, ranks: Sequence[int], layout: Layout) -> str:
     """Who waits for whom, why NCCL would hang there, and the cure. ranks: the global rank of each member."""
-    stuck = _called(hang, log) if hang.circle else _carried(hang, log)
+    if hang.circle:  # hosts wait, each until another one has come to the other side of a message: most often of its own
+        stuck = [Awaited(one.peer, 1 - one.direction, one.rank, one.nth) for _, one in hang.circle]
+    else:  # batches on streams do, each behind one that waits for the other rank
+        stuck = []
+        for (rank, number), (other, before) in zip(hang.path, hang.path[1:], strict=False):
+            if rank == other and log.batches[rank][number].after == before:
+                message = log.batches[rank][before].messages[0]
+                stuck.append(Awaited(rank, message.direction, message.peer, message.nth))
     first = stuck.index(min(stuck))
     stuck = stuck[first:] + stuck[:first]  # whoever tells it
     members = sorted({ranks[one.rank] for one in stuck})
@@ -225,43 +205,21 @@ def describe(hang: Hang, log: MessageLog, ranks: Sequence[int], layout: Layout) 
         does, cure = "send first", "Use batch_isend_irecv, or let one of them receive first"
     else:
         does, cure = "wait for each other", "Use batch_isend_irecv, or call both sides of each message in one order"
-    calls = ", ".join(_call(one, ranks) for one in stuck)
-    reason = "; ".join(dict.fromkeys(_reason(one, layout) for one in sends))
-    beside = any(one.stream != DEFAULT for one in stuck) and len(members) > 2
+    streams, calls = [log.batches[one.rank][log.where[one]].stream for one in stuck], []
+    for one, stream in zip(stuck, streams, strict=True):
+        what = f"sends {log.nbytes(*one):,} bytes to" if one.direction == SEND else "receives from"
+        on = f" on stream {stream}" if stream != DEFAULT else ""
+        calls.append(f"rank {ranks[one.rank]} {what} rank {ranks[one.peer]}{on}")
+    reason = "; ".join(dict.fromkeys(_reason(one, log.nbytes(*one), layout) for one in sends))
+    beside = any(stream != DEFAULT for stream in streams) and len(members) > 2
     apart = " (on streams that do not wait for each other a GPU may go on: here the host waits)" if beside else ""
-    return f"{who} {does}, and NCCL would hang{apart}: {calls}{'; ' * bool(reason)}{reason}. {cure}"
+    return f"{who} {does}, and NCCL would hang{apart}: {', '.join(calls)}{'; ' * bool(reason)}{reason}. {cure}"
 
 
-def _called(hang: Hang, log: MessageLog) -> list[Stuck]:
-    """Of ranks whose hosts wait, each until another one has come to the other side of a message: most often of its own."""
-    return [_stuck(log, awaited.peer, 1 - awaited.direction, awaited.rank, awaited.index) for _, awaited in hang.circle]
-
-
-def _carried(hang: Hang, log: MessageLog) -> list[Stuck]:
-    """Of batches on streams, each behind one that waits for the other rank."""
-    stuck = []
-    for (rank, number), (other, before) in zip(hang.path, hang.path[1:], strict=False):
-        if rank == other and log.batches[rank][number].after == before:
-            message = log.batches[rank][before].messages[0]
-            stuck.append(_stuck(log, rank, message.direction, message.peer, message.index))
-    return stuck
-
-
-def _stuck(log: MessageLog, rank: int, direction: int, peer: int, index: int) -> Stuck:
-    batch = log.batches[rank][log.batch_with(rank, direction, peer, index)]
-    return Stuck(rank, direction, peer, index, log.nbytes(rank, direction, peer, index), batch.stream)
-
-
-def _call(one: Stuck, ranks: Sequence[int]) -> str:
-    what = f"sends {one.nbytes:,} bytes to" if one.direction == SEND else "receives from"
-    on = f" on stream {one.stream}" if one.stream != DEFAULT else ""
-    return f"rank {ranks[one.rank]} {what} rank {ranks[one.peer]}{on}"
-
-
-def _reason(one: Stuck, layout: Layout) -> str:
+def _reason(one: Awaited, nbytes: int, layout: Layout) -> str:
     room = STEPS * layout.step(one.rank, one.peer)
-    if one.nbytes > room:
+    if nbytes > room:
         return f"a message of more than {room >> 20} MiB leaves its sender when the receiver has come to it"
-    if one.index == 0:
+    if one.nth == 0:
         return "the first message of a direction connects its sender with its receiver, and returns when both have come to it"
     return f"NCCL's buffer has room for {STEPS} small messages that nobody has received"

@@ -2,9 +2,10 @@
 
 import contextlib
 import copy
+import functools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import distributed as dist
@@ -12,9 +13,8 @@ from torch import distributed as dist
 from virtualgpu._compat.distributed import Work
 from virtualgpu.distributed.communicator import Communicator, SimulatedWork
 from virtualgpu.distributed.message_log import RECV, SEND, Awaited, Hang, Message, MessageLog, describe
-from virtualgpu.distributed.objects import extent, hear, message_of
 from virtualgpu.distributed.shared_clock import SingleRankArrivals, real_sleep, real_time
-from virtualgpu.distributed.transport import flat
+from virtualgpu.distributed.transport import extent, flat, hear, message_of
 from virtualgpu.engine.machine import GPU
 from virtualgpu.engine.values import invalidate
 from virtualgpu.hardware.machine import STEPS
@@ -63,7 +63,7 @@ def come_to(communicator: Communicator, direction: int, peer: int, tensor: torch
 class Messages:
     """The messages of one communicator, and when the batches of all its ranks end, as far as that is known."""
 
-    def __init__(self, communicator):
+    def __init__(self, communicator: Communicator):
         self.communicator = communicator
         self.log = MessageLog(communicator.arrivals)
         self.single_rank = isinstance(communicator.arrivals, SingleRankArrivals)
@@ -87,7 +87,7 @@ class Messages:
         key = -1 if exchange.batched else exchange.messages[0][1]
         issued, current = comm.clock.collectives.come_to(gpu.index)
         if exchange.batched:
-            comm.settle_collectives()  # on the same stream
+            comm.settle()  # on the same stream
             issued = max(issued, comm.end)
         if key not in self._streams:
             self._streams[key] = comm.clock.collectives.new_stream(gpu.index)
@@ -186,9 +186,9 @@ class Messages:
         rank = self.communicator.rank
         for sent in self.leaving[:]:
             message, work, _ = sent
-            if self.log.has(Awaited(message.peer, RECV, rank, message.index)):
+            if self.log.has(Awaited(message.peer, RECV, rank, message.nth)):
                 self.leaving.remove(sent)
-                self._agree(rank, message.peer, message.index)
+                self._agree(rank, message.peer, message.nth)
                 work.wait()
 
     def deliver(self) -> None:
@@ -201,11 +201,6 @@ class Messages:
                 self.leaving = [sent for sent in self.leaving if sent[0].peer not in ended]
                 real_sleep(1e-3)
 
-    def forget(self, exchange: "Exchange") -> None:
-        """It is over."""
-        if exchange in self.open:
-            self.open.remove(exchange)
-
     def settle(self) -> None:
         """Every message that this rank has come to is over."""
         for exchange in list(self.open):
@@ -213,20 +208,19 @@ class Messages:
 
 
 class Exchange(SimulatedWork):
-    """One message, or a batch of them, of this rank. messages: (direction, peer within the group, tensor)."""
+    """One message, or a batch of them, of this rank. messages: (direction, peer within the group, tensor). number: of the batch."""
+
+    number = -1
+    stream: Queue
 
     def __init__(self, messages: Messages, gpu: GPU, batched: bool):
         super().__init__(messages.communicator, gpu)
         self.channel, self.batched = messages, batched
         self.messages: list[tuple[int, int, torch.Tensor]] = []
-        self.number: int | None = None
-        self.stream: Queue | None = None
-        self._works: list = []  # of gloo, by which messages come
-        self._sent: list[tuple[Message, Work, torch.Tensor]] = []  # and go
-        self._held: list[torch.Tensor] = []  # what these carry
-        self._received: list[tuple[torch.Tensor, torch.Tensor]] = []  # (where to, from where) when they are done
-        self._from_itself: list[tuple[torch.Tensor, int]] = []
-        self._heard: list[tuple[torch.Tensor, torch.Tensor]] = []  # in a dry run (tensor, the message for it)
+        self._arriving: list[Work] = []  # of gloo
+        self._received: list[Callable[[], object]] = []  # what is to be done then
+        self._sent: list[tuple[Message, Work, torch.Tensor]] = []
+        self._held: list[torch.Tensor] = []  # what is carried
 
     def add(self, direction: int, peer: int, tensor: torch.Tensor) -> None:
         """One message more, before it begins."""
@@ -235,37 +229,41 @@ class Exchange(SimulatedWork):
     def begin(self, number: int, stream: Queue) -> None:
         """Its messages are written down as batch `number`: begin to carry the numbers."""
         self.number, self.stream = number, stream
-        comm = self.communicator
-        if not self.channel.single_rank and comm.gloo is not None:
-            with comm.machine.untracked():
-                for (direction, peer, tensor), message in zip(
-                    self.messages, self.channel.log.batches[comm.rank][number].messages, strict=True
-                ):
-                    carried = message_of(tensor, direction == SEND) if comm.machine.dry else tensor
-                    if comm.machine.dry and direction == RECV:
-                        invalidate([tensor], "recv")
-                        if carried is not None:
-                            self._heard.append((tensor, carried))
-                    if carried is not None and carried.numel():
-                        self._held.append(carried)
-                        self._carry(direction, peer, flat(carried).view(torch.uint8)[: extent(carried)], message)
-        elif comm.machine.dry:
-            invalidate([tensor for direction, _, tensor in self.messages if direction == RECV], "recv")
+        comm, dry = self.communicator, self.communicator.machine.dry
+        carries = not self.channel.single_rank and comm.gloo is not None
+        written = self.channel.log.batches[comm.rank][number].messages
+        with comm.machine.untracked():
+            for (direction, peer, tensor), message in zip(self.messages, written, strict=True):
+                carried = message_of(tensor, direction == SEND) if dry and carries else tensor
+                if dry and direction == RECV:
+                    invalidate([tensor], "recv")
+                if carries and carried is not None and carried.numel():
+                    self._held.append(carried)
+                    self._carry(direction, peer, flat(carried).view(torch.uint8)[: extent(carried)], message)
+                    if dry and direction == RECV:
+                        self._received.append(functools.partial(hear, tensor, carried))
 
     def _carry(self, direction: int, peer: int, memory: torch.Tensor, message: Message) -> None:
-        gloo = self.communicator.gloo
-        if peer == self.communicator.rank:  # gloo has no way to oneself
-            if direction == SEND:
-                self.channel.to_itself[message.index] = memory.clone()
-            else:
-                self._from_itself.append((memory, message.index))
-        elif direction == SEND:
+        gloo, itself = self.communicator.gloo, peer == self.communicator.rank  # gloo has no way to oneself
+        if direction == SEND:
             scratch = memory.clone()
-            self._sent.append((message, gloo.send([scratch], peer, _tag(message)), scratch))
+            if itself:
+                self.channel.to_itself[message.nth] = scratch
+            else:
+                self._sent.append((message, gloo.send([scratch], peer, _tag(message)), scratch))
+        elif itself:
+            self._received.append(lambda: memory.copy_(self._from_itself(message)))
         else:
             scratch = torch.empty_like(memory)
-            self._works.append(gloo.recv([scratch], peer, _tag(message)))
-            self._received.append((memory, scratch))
+            self._arriving.append(gloo.recv([scratch], peer, _tag(message)))
+            self._received.append(functools.partial(memory.copy_, scratch))
+
+    def _from_itself(self, message: Message) -> torch.Tensor:
+        if message.nth not in self.channel.to_itself:
+            raise dist.DistBackendError(
+                "recv from this rank itself, which has not sent: NCCL would hang. Let batch_isend_irecv have both"
+            )
+        return self.channel.to_itself.pop(message.nth)
 
     def finish(self) -> None:
         """The numbers are there and the end is known; no stream waits for it yet."""
@@ -276,9 +274,16 @@ class Exchange(SimulatedWork):
             if self.channel.failed is not None:
                 raise copy.copy(self.channel.failed)
             ready, begin, end = self.channel.times(self)
-            self._receive()
+            for work in self._arriving:
+                work.wait()
+            for receive in self._received:
+                receive()
+            for sent in self._sent:
+                self.channel.leave(*sent)
+            self._arriving, self._received, self._sent, self._held = [], [], [], []
         self.late = end
-        self.channel.forget(self)
+        if self in self.channel.open:
+            self.channel.open.remove(self)
         name = f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''}"
         comm.clock.collectives.run(self.stream, ready, begin, end, name)
         nbytes = sum(tensor.nbytes for _, _, tensor in self.messages)
@@ -307,24 +312,7 @@ class Exchange(SimulatedWork):
         self.finish()
         self.communicator.clock.collectives.wait(self.gpu.index, self.late)
 
-    def _receive(self) -> None:
-        for work in self._works:
-            work.wait()
-        for memory, scratch in self._received:
-            memory.copy_(scratch)
-        for memory, index in self._from_itself:
-            if index not in self.channel.to_itself:
-                raise dist.DistBackendError(
-                    "recv from this rank itself, which has not sent: NCCL would hang. Let batch_isend_irecv have both"
-                )
-            memory.copy_(self.channel.to_itself.pop(index))
-        for tensor, message in self._heard:
-            hear(tensor, message)
-        for sent in self._sent:
-            self.channel.leave(*sent)
-        self._works, self._sent, self._held, self._received, self._from_itself, self._heard = [], [], [], [], [], []
-
 
 def _tag(message: Message) -> int:
     """Gloo brings together what has one tag; two sizes, which it would end the process for, have two. 31 bits."""
-    return message.index % (1 << 12) | (message.nbytes * 2654435761 >> 8) % (1 << 19) << 12
+    return message.nth % (1 << 12) | (message.nbytes * 2654435761 >> 8) % (1 << 19) << 12

@@ -8,27 +8,51 @@ from torch import nn
 
 from virtualgpu._compat import TorchDispatchMode, is_really_meta
 from virtualgpu._compat import distributed as _compat
-from virtualgpu.distributed.objects import with_numbers
+from virtualgpu.distributed.process_group import with_numbers
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.storage import gpu_of
 from virtualgpu.torch_api.patches import Patches, standing_in, when_imported
+
+FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    """All of this file's stand-ins: those for DDP, and the others once a program has imported what they are for."""
+    stand_in = functools.partial(patches.stand_in_everywhere, dist)
+    stand_in("_compute_bucket_assignment_by_size", _compute_bucket_assignment_by_size)
+    stand_in("_broadcast_coalesced", _broadcast_coalesced)
+    stand_in("_verify_params_across_processes", _verify_params_across_processes, machine)
+    patches.replace(dist, "Reducer", type("Reducer", (Reducer,), {"machine": machine}))
+    patches.stand_in(dist.Logger, "set_runtime_stats_and_log", _log, machine)
+
+    def move_states(module) -> None:
+        patches.stand_in(module, _compat.MOVES_STATES, _move_states, machine)
+
+    def pipelines(module) -> None:
+        for name, label in LABELS.items():
+            patches.stand_in(_compat.pipeline_stage(module), name, _annotated, machine, label)
+        votes = _compat.pipeline_votes(module)
+        if votes is not None:
+            patches.stand_in(*votes, _vote, machine, module)
+
+    def fsdp1(module) -> None:
+        owner = module.FullyShardedDataParallel
+        gathered = staticmethod(standing_in(owner.optim_state_dict, _gather, machine))
+        patches.replace(owner, "optim_state_dict", gathered)
+
+    def zero(module) -> None:
+        patches.stand_in(module.ZeroRedundancyOptimizer, "consolidate_state_dict", _gather, machine)
+
+    imported = {_compat.FSDP1: move_states, _compat.PIPELINE_SCHEDULES: pipelines, FSDP1: fsdp1, ZERO: zero}
+    for name, function in imported.items():
+        when_imported(name, function, patches)
+
 
 # -- DistributedDataParallel's C++ half: its buckets lie on the GPUs of the parameters, from the constructor on.
 #
 # C++ takes all of them for the CPU's. A module on several GPUs has buckets of one GPU each; they stay in the order of the first
 # iteration, which C++ would change afterwards without regard to GPUs.
-
-
-def install_ddp(machine: Machine, patches: Patches) -> None:
-    """Replace dist.Reducer, what groups tensors for it, and what compares parameters, which in a dry run has no values; and what logs its times."""
-    for function, *state in (
-        (_compute_bucket_assignment_by_size,),
-        (_broadcast_coalesced,),
-        (_verify_params_across_processes, machine),
-    ):
-        patches.stand_in_everywhere(dist, function.__name__, function, *state)
-    patches.replace(dist, "Reducer", type("Reducer", (Reducer,), {"machine": machine}))
-    patches.stand_in(dist.Logger, "set_runtime_stats_and_log", _log, machine)
 
 
 def _log(machine: Machine, original, logger) -> None:
@@ -65,9 +89,8 @@ class Reducer(dist.Reducer):
         return dist.all_reduce(bucket.buffer(), group=self._group, async_op=True).get_future()
 
     def _set_forward_pass_work_handle(self, work, use_static_world_size):
-        self._joined = (
-            work  # C++ asks it for its result at the end of the backward pass, if its Python object is still there
-        )
+        # C++ asks it for its result at the end of the backward pass, if its Python object is still there
+        self._joined = work
         super()._set_forward_pass_work_handle(work, use_static_world_size)
 
     def _on_first_gpu(self):
@@ -128,12 +151,12 @@ def _verify_params_across_processes(machine: Machine, original, group, params, *
         with torch.cuda.device(None if gpu is None else gpu.device):
             original(group, params, *args, **kwargs)
         return
-    own = torch.empty(1, dtype=torch.int64, device=params[0].device)
-    counts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(counts, own, group=group, async_op=True).wait()
-    for count in counts:
-        count[0].cpu()  # read one by one, as C++ does
-    shapes = torch.empty(2 * sum(param.dim() for param in params), dtype=torch.int64, device=own.device)
+    count = torch.empty(1, dtype=torch.int64, device=params[0].device)
+    counts = [torch.empty_like(count) for _ in range(group.size())]
+    dist.all_gather(counts, count, group=group, async_op=True).wait()
+    for one in counts:
+        one[0].cpu()  # read one by one, as C++ does
+    shapes = torch.empty(2 * sum(param.dim() for param in params), dtype=torch.int64, device=count.device)
     dist.broadcast(shapes, group=group, group_src=0, async_op=True).wait()
     torch.empty_like(shapes).copy_(shapes)
 
@@ -144,28 +167,14 @@ def _verify_params_across_processes(machine: Machine, original, group, params, *
 # tensor with values and one without, so those are swapped.
 
 
-def install_fsdp1(machine: Machine, patches: Patches) -> None:
-    """What is to be done when a program imports it."""
-    when_imported(_compat.FSDP1, functools.partial(_install_fsdp1, machine, patches), patches)
-
-
-def _install_fsdp1(machine: Machine, patches: Patches, module) -> None:
-    patches.stand_in(module, _compat.MOVES_STATES, _move_states, machine)
-
-
 def _move_states(machine: Machine, original, params, buffers, device) -> None:
-    if machine.dry and device is not None:
-        for state in (*params, *buffers):
-            _swap(state, device)
+    for state in (*params, *buffers) if machine.dry and device is not None else ():
+        with torch.no_grad():
+            there = state.to(device)
+            if is_really_meta(there) and not is_really_meta(state):
+                there = nn.Parameter(there, state.requires_grad) if isinstance(state, nn.Parameter) else there
+                torch.utils.swap_tensors(state, there)
     original(params, buffers, device)
-
-
-def _swap(state: torch.Tensor, device: torch.device) -> None:
-    with torch.no_grad():
-        there = state.to(device)
-        if is_really_meta(there) and not is_really_meta(state):
-            there = nn.Parameter(there, state.requires_grad) if isinstance(state, nn.Parameter) else there
-            torch.utils.swap_tensors(state, there)
 
 
 # -- torch.distributed.pipelining, once a program has imported it: the kernels of each pass of a micro-batch carry its name, whatever the schedule.
@@ -174,20 +183,6 @@ def _swap(state: torch.Tensor, device: torch.device) -> None:
 # it, by the names of the first: "PP:2F3" is stage 2's forward pass of micro-batch 3, B its backward pass, I and W the halves of that, the
 # input's gradients and the weights'. Before their first step stages agree on how to learn shapes, by a vote whose value counts in a dry
 # run, too.
-
-
-def install_pipelines(machine: Machine, patches: Patches) -> None:
-    """What is to be done when a program imports it."""
-    when_imported(_compat.PIPELINE_SCHEDULES, functools.partial(_install_pipelines, machine, patches), patches)
-
-
-def _install_pipelines(machine: Machine, patches: Patches, module) -> None:
-    stage = _compat.pipeline_stage(module)
-    for name, label in LABELS.items():
-        patches.stand_in(stage, name, _annotated, machine, label)
-    votes = _compat.pipeline_votes(module)
-    if votes is not None:
-        patches.stand_in(*votes, _vote, machine, module)
 
 
 def _backward_label(bwd_chunk_id, loss=None, full_backward=True, *args, **kwargs) -> str:
@@ -222,26 +217,6 @@ def _vote(machine: Machine, module, original, schedule, stages, has_backward, *a
 # -- An optimizer's state gathered from all ranks: a rank that is played alone has nobody to give it theirs, and says so.
 
 
-FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
-ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
-
-
-def install_optimizer_states(machine: Machine, patches: Patches) -> None:
-    """Once a program has imported FSDP1 or ZeroRedundancyOptimizer."""
-    when_imported(FSDP1, functools.partial(_install_fsdp1_states, machine, patches), patches)
-    when_imported(ZERO, functools.partial(_install_zero, machine, patches), patches)
-
-
-def _install_fsdp1_states(machine: Machine, patches: Patches, module) -> None:
-    owner = module.FullyShardedDataParallel
-    gathered = staticmethod(standing_in(owner.optim_state_dict, _gather, machine))
-    patches.replace(owner, "optim_state_dict", gathered)
-
-
-def _install_zero(machine: Machine, patches: Patches, module) -> None:
-    patches.stand_in(module.ZeroRedundancyOptimizer, "consolidate_state_dict", _gather, machine)
-
-
 def _gather(machine: Machine, original, *args, **kwargs):
     try:
         return original(*args, **kwargs)
@@ -252,9 +227,3 @@ def _gather(machine: Machine, original, *args, **kwargs):
             f"{original.__qualname__} gathers what other ranks hold, and this process plays rank {machine.single_rank.rank} alone. "
             "Save each rank's own state (optimizer.state), or start all ranks"
         ) from error
-
-
-def install(machine: Machine, patches: Patches) -> None:
-    """All of this file's stand-ins."""
-    for part in (install_ddp, install_fsdp1, install_pipelines, install_optimizer_states):
-        part(machine, patches)

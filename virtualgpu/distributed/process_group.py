@@ -1,45 +1,22 @@
-"""torch.distributed with virtual GPUs on: nccl is there, its groups are ours, and so are operations of c10d on GPU tensors."""
+"""The process group of virtual GPUs, and what stands in for torch.distributed's functions that make, name and destroy one, collect its
+collectives, and send objects.
 
-import atexit
-import functools
-import json
+Its backend is gloo's, which carries the numbers; it is registered as NCCL's, for "cuda" alone, so that `get_backend()` says nccl and CPU tensors
+fail as they do with NCCL. A stand-in is a function that is given the machine, and PyTorch's own: `Patches.stand_in`.
+"""
+
+import inspect
 import sys
-import weakref
-from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import distributed as dist
 
 from virtualgpu._compat import distributed as _compat
-from virtualgpu._compat import is_really_meta, packet, schema
-from virtualgpu.distributed import p2p, transport
-from virtualgpu.distributed.collectives import FUNCTIONS, OPERATIONS
-from virtualgpu.distributed.communicator import CoalescedWork, Communicator, Statistics
-from virtualgpu.distributed.message_log import RECV, SEND
-from virtualgpu.distributed.shared_clock import (
-    LEFT,
-    RAISED,
-    Arrivals,
-    Meeting,
-    SingleRankArrivals,
-    announce,
-    explain,
-    processes,
-)
-from virtualgpu.distributed.topology import Layout, Where, one_gpu_each
-from virtualgpu.engine import overrides
-from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.engine.storage import allocation_of, gpu_of, storage_of
-from virtualgpu.engine.values import invalidate
+from virtualgpu.distributed.shared_clock import announce, processes
+from virtualgpu.engine.machine import Machine, dry_runs
 from virtualgpu.torch_api.patches import Patches
-
-# -- Process groups of virtual GPUs: what `init_process_group("nccl")` makes, and the communicators behind all groups.
-#
-# The backend is gloo's, which carries the numbers; it is registered as NCCL's, for "cuda" alone, so that `get_backend()` says nccl and
-# CPU tensors fail as they do with NCCL. As with NCCL a communicator is made at the first collective of tensors of a GPU: a rank that uses
-# two GPUs in one group has two.
 
 
 class Options:
@@ -55,14 +32,12 @@ class Options:
 class ProcessGroupNCCL(_compat.Gloo):
     """Stands in for NCCL's backend. Its numbers go by gloo."""
 
-    Options = _compat.RealNCCL.Options if _compat.RealNCCL else Options
+    Options: Any = _compat.RealNCCL.Options if _compat.RealNCCL else Options
     supports_splitting = False
     supports_coalescing = True
     supports_time_estimate = False
-    communicators: "Communicators | None" = None  # of the session that it is of
-    worlds = (
-        0  # that this process has been in: a later one's addresses lie beside those of the first in torchrun's store
-    )
+    communicators: Any = None  # of the session that it is of
+    worlds = 0  # of this process: a later one's addresses lie beside those of the first in torchrun's store
 
     def __init__(self, store, rank: int, size: int, options=None, timeout: timedelta | None = None):
         limit = timeout or getattr(options, "_timeout", None) or timedelta(minutes=10)
@@ -92,411 +67,20 @@ class ProcessGroupNCCL(_compat.Gloo):
         return "nccl"
 
 
-ALONE = frozenset({"cuda"})  # device types of a group that knows no CPU
-
-
-class GroupKind(NamedTuple):
-    """Of a process group. device_types: for which it has a backend. foreign: is that one that somebody wrote (PyTorch's tests have one of
-    threads)? It carries the numbers as it does for CPU tensors; how long it takes is not known."""
-
-    device_types: frozenset[str]
-    foreign: bool
-
-
-class Communicators:
-    """Of this process, by the names of their groups and the GPU (its index) that the tensors are on."""
-
-    def __init__(self, machine: Machine):
-        self.machine = machine
-        self.known: dict[tuple[str, int], Communicator] = {}
-        self._meetings: dict[str, list[GPU]] = {}  # of a group: this rank's GPU in each, also where NCCL refused them
-        self.statistics = Statistics(machine.clock)
-        self._coalescing: dict[
-            str, Communicator | None
-        ] = {}  # groups inside of a coalescing manager, and which collects
-        self.kinds: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each group
-        self._backends: dict[int, ProcessGroupNCCL] = {}  # kept, so that PyTorch finds them again
-        self._launched = None  # the store in which ranks of `launch` say that they have returned
-
-    def keep(self, backend: ProcessGroupNCCL) -> None:
-        """Until all groups are destroyed: PyTorch finds the Python object again only while somebody holds it."""
-        self._backends[id(backend)] = backend
-
-    def drain(self) -> None:
-        """All collectives and messages that this rank has come to are over, their ends known. Waits for other ranks."""
-        for communicator in list(self.known.values()):
-            communicator.drain()
-
-    def leave(self, group=None, error: BaseException | None = None) -> None:
-        """A group is about to be destroyed; None: all are. Others need not wait, and learn if an error is the cause; otherwise small messages
-        that are still on their way arrive first."""
-        leaving = [self.known[key] for key in list(self.known) if group is None or key[0] == group.group_name]
-        for communicator in leaving:
-            communicator.leave(LEFT if error is None else RAISED)
-        for communicator in leaving:
-            if communicator.messages is not None and error is None:
-                communicator.messages.deliver()
-
-    def end(self) -> None:
-        """The process ends, perhaps by an error that nobody caught."""
-        self.leave(error=getattr(sys, "last_value", None))
-        self.forget()
-
-    def forget(self, group=None) -> None:
-        """A group is destroyed; None: all are."""
-        for name, index in list(self.known):
-            if group is None or name == group.group_name:
-                self.known.pop((name, index)).close()
-        for name in list(self._meetings):
-            if group is None or name == group.group_name:
-                del self._meetings[name]
-        if group is None:
-            self._backends.clear()
-            transport.let_go()
-
-    def of(self, group, gpu: GPU, what: str) -> Communicator:
-        """The group's communicator for that GPU; the first time, all its ranks meet, each with a GPU that is new to the group. what:
-        names, in an error, what this rank has come to."""
-        name = group.group_name
-        communicator = self.known.get((name, gpu.index))
-        if communicator is None:
-            communicator = self.known[name, gpu.index] = self._meet(group, gpu, what)
-        if name in self._coalescing and self._coalescing[name] is None:
-            self._coalescing[name] = communicator
-            communicator.begin_coalescing()
-        return communicator
-
-    def start_coalescing(self, group) -> None:
-        """Collectives of this group are collected from now on, by the communicator of the first one's tensors."""
-        self._coalescing[group.group_name] = None
-
-    def end_coalescing(self, group) -> CoalescedWork:
-        """One work for all that was called since."""
-        communicator = self._coalescing.pop(group.group_name, None)
-        return CoalescedWork([]) if communicator is None else communicator.end_coalescing()
-
-    def _of_group(self, group) -> list[Communicator]:
-        """Those of the GPUs that the group has used, in the order in which they were made: on all ranks the same."""
-        return [communicator for (name, _), communicator in self.known.items() if name == group.group_name]
-
-    def _meet(self, group, gpu: GPU, what: str) -> Communicator:
-        rank, size = group.rank(), group.size()
-        ranks = dist.get_process_group_ranks(group)
-        here, backend = Where.of(self.machine, gpu), self._backend(group)
-        timeout = getattr(backend, "limit", None) or _compat.timeout_of(backend) or timedelta(minutes=10)
-        if _compat.is_fake(group):
-            single = self.machine.single_rank
-            places = [here if single is None else here._replace(node=single.node(member)) for member in ranks]
-            arrivals, backend = SingleRankArrivals(rank, size), None
-        else:
-            try:
-                arrivals, places = self._meet_others(group, gpu, here, ranks, timeout)
-            except RuntimeError as error:
-                explain(error, what, rank, group.group_name, ranks, timeout)
-                raise
-            if isinstance(backend, ProcessGroupNCCL):  # gloo's ranks may share a GPU
-                one_gpu_each(places)
-        return Communicator(
-            self.machine, group.group_name, ranks, rank, backend, arrivals, Layout(places), gpu, timeout
-        )
-
-    def _meet_others(
-        self, group, gpu: GPU, here: Where, ranks: list[int], timeout: timedelta
-    ) -> tuple[Arrivals, list[Where]]:
-        """All ranks of the group come here. Raises RankEnded or RankLate for one that does not."""
-        rank, size = group.rank(), group.size()
-        meetings = self._meetings.setdefault(group.group_name, [])
-        store = dist.PrefixStore(f"virtualgpu/{len(meetings)}", _compat.store_of(group))
-        meetings.append(gpu)
-        known = getattr(self._backend(group), "processes", [])
-        meeting = Meeting(store, size, timeout, known, lambda member: self._returned(ranks[member]))
-        arrivals = Arrivals.meet(meeting, rank, size)
-        try:
-            meeting.set(f"virtualgpu/{arrivals.name}/{rank}", json.dumps(here.as_json()))
-            keys = {f"virtualgpu/{arrivals.name}/{other}": other for other in range(size)}
-            meeting.wait(keys)
-            return arrivals, [Where.of_json(json.loads(meeting.get(key, other))) for key, other in keys.items()]
-        finally:
-            arrivals.unname()
-
-    def meet(self, store) -> None:
-        """This rank of `launch` learns there which of the others have returned."""
-        self._launched = store
-
-    def returned(self, store, rank: int) -> None:
-        """This rank of `launch` has returned from its function: who waits for it need not. In the first communicator of all ranks it
-        comes to one barrier more."""
-        last = self._of_group(dist.group.WORLD)[:1] if dist.is_initialized() else []
-        for communicator in self.known.values():
-            if communicator not in last:
-                communicator.arrivals.leave()
-        store.set(_returned(rank), "")
-
-    def _returned(self, rank: int) -> bool:
-        return self._launched is not None and self._launched.check([_returned(rank)])
-
-    def _backend(self, group):
-        for device in ("cuda", "cpu"):
-            try:
-                return _compat.backend_of(group, device)
-            except RuntimeError:
-                continue
-        return None
-
-    def kind(self, group) -> GroupKind:
-        """Asked once of each group."""
-        kind = self.kinds.get(group)
-        if kind is None:
-            foreign = type(group) is not _compat.ProcessGroup  # written in Python as a whole
-            if not foreign:
-                backend = self._backend(group)
-                foreign = (
-                    not isinstance(backend, ProcessGroupNCCL) and type(backend).__module__ not in _compat.OF_PYTORCH
-                )
-            kind = self.kinds[group] = GroupKind(_compat.device_types(group), foreign)
-        return kind
-
-    def gpu_of_barrier(self, group, device_ids) -> GPU | None:
-        """As ProcessGroupNCCL::barrier chooses: what the caller names, what init_process_group was told, what the group has used; or
-        else by the rank's number, which is right where ranks and GPUs are in one order."""
-        used = [communicator.gpu for communicator in self._of_group(group) if communicator.failed is None]
-        if (
-            self.kind(group).device_types != ALONE
-        ):  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
-            return used[0] if used else None
-        name = group.group_name  # as PyTorch has it, also those that NCCL refused
-        used += [gpu for gpu in self._meetings.get(name, ()) if (name, gpu.index) not in self.known]
-        device = getattr(group, "bound_device_id", None)
-        if device_ids:
-            return self.machine.gpu(device_ids[0])
-        if device is not None:
-            return self.machine.gpu(device)
-        if used:
-            return used[0]
-        return self.machine.gpu(dist.get_rank() % len(self.machine.look()))
-
-    def place(self, group, tensors: Sequence[torch.Tensor]) -> GPU | None:
-        """The GPU of these tensors: those that C++ made without saying where (a bucket of DDP) get it. None for the CPU's, where the
-        group has a backend for them. Raises NCCL's error where it has none, and ValueError for several GPUs."""
-        gpu, elsewhere, (device_types, foreign) = None, [], self.kinds.get(group) or self.kind(group)
-        for tensor in tensors:
-            its_gpu = gpu_of(tensor)
-            if its_gpu is None:
-                elsewhere.append(tensor)
-            elif gpu is None:
-                gpu = its_gpu
-            elif its_gpu != gpu:
-                gpus = sorted(map(str, (gpu, its_gpu)))
-                raise ValueError(f"Expected all tensors of a collective on one device, but found {gpus}")
-        if gpu is not None:
-            if self.machine.forked or gpu.machine is not self.machine:
-                self.machine.own(gpu)  # raises
-            if "cuda" not in device_types and not foreign:
-                raise RuntimeError("No backend type associated with device type cuda")
-        elif not elsewhere:
-            return None
-        elif "cuda" in device_types and all(map(_made_by_cpp, elsewhere)):
-            gpu = self.machine.gpu("cuda")
-        elif device_types == ALONE:
-            raise RuntimeError("No backend type associated with device type cpu")
-        else:
-            return None
-        for tensor in elsewhere:
-            self.machine.place(tensor, gpu)
-        return gpu
-
-
-def _made_by_cpp(tensor: torch.Tensor) -> bool:
-    allocation = allocation_of(tensor)
-    return allocation is not None and allocation.gpu is None
-
-
-def _returned(rank: int) -> str:
-    return f"virtualgpu/returned/{rank}"
-
-
-# -- What the dispatch mode does with operations of c10d, and with functional collectives.
-
-
-WORK = "_virtual_work"  # on the storage of a functional collective's result: the collective that fills it
-MESSAGES = {"send": (SEND, "send to"), "recv_": (RECV, "recv from"), "recv_any_source_": (RECV, "recv from")}
-
-
-@functools.cache
-def _signature(func) -> tuple[tuple[str, ...], bool]:
-    """The names of an operation's arguments, and whether it returns tensors beside the work."""
-    return tuple(argument.name for argument in schema(func).arguments), len(schema(func).returns) > 1
-
-
-def of_c10d(dispatch, func, args, kwargs):
-    """An operation of c10d."""
-    machine, communicators = dispatch.machine, dispatch.machine.communicators
-    name = packet(func).__name__
-    names, returns_tensors = _signature(func)
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
-    group = values["process_group"]
-    if not isinstance(group, _compat.ProcessGroup):
-        group = _compat.unboxed(group)
-    if name not in OPERATIONS:
-        return _of_a_message(dispatch, name, group, func, args, kwargs)
-    if not values.get("tensors"):
-        _check_for_tensors(func, values)
-    if (communicators.kinds.get(group) or communicators.kind(group)).foreign:
-        with machine.untracked():
-            return func(*args, **kwargs)
-    collective, read = OPERATIONS[name]
-    call = read(collective, values, group.size())
-    if name == "barrier":
-        gpu = communicators.gpu_of_barrier(group, values["device_ids"])
-    else:
-        gpu = communicators.place(group, call.tensors)
-    if gpu is None:
-        invalidate(filter(is_really_meta, call.tensors))
-        if name == "barrier" and machine.dry:  # a shape as its first argument would keep nobody waiting
-            with machine.untracked():
-                return func(torch.empty(1), *args[1:], **kwargs)
-        return func(*args, **kwargs)
-    work = communicators.of(group, gpu, call.kind).start(call, gpu, values.get("async_op", True)).boxed()
-    return (args[0], work) if returns_tensors else work
-
-
-def _check_for_tensors(func, values: Mapping) -> None:
-    """The dispatcher's own error where nothing says on which device the collective is. It does not look into lists of lists."""
-    for value in values.values():
-        if isinstance(value, torch.Tensor):
-            return
-        if isinstance(value, (list, tuple)):
-            for item in value:
-                if isinstance(item, torch.Tensor):
-                    return
-    raise NotImplementedError(
-        "There were no tensor arguments to this function (e.g., you passed an empty list of Tensors), but no fallback "
-        f"function is registered for schema {schema(func).name}."
-    )
-
-
-def _of_a_message(dispatch, name: str, group, func, args, kwargs):
-    communicators = dispatch.machine.communicators
-    if communicators.kind(group).foreign:
-        with dispatch.machine.untracked():
-            return func(*args, **kwargs)
-    gpu = communicators.place(group, args[0]) if name in MESSAGES else None
-    if gpu is None:
-        return func(*args, **kwargs)
-    if name == "recv_any_source_":
-        raise RuntimeError("recv from any source is not there with NCCL: name the rank, src=")
-    direction, verb = MESSAGES[name]
-    communicator = communicators.of(group, gpu, f"{verb} rank {dist.get_global_rank(group, args[2])}")
-    return p2p.come_to(communicator, direction, args[2], args[0][0], gpu).boxed()
-
-
-def of_functional(dispatch, func, args, kwargs):
-    """A functional collective; one that is not known is PyTorch's to carry out."""
-    machine, communicators = dispatch.machine, dispatch.machine.communicators
-    name = packet(func).__name__
-    if name in ("wait_tensor", "wait_tensors"):
-        for tensor in [args[0]] if name == "wait_tensor" else args[0]:
-            wait(tensor)
-        with machine.untracked():
-            func(*args, **kwargs)  # for those that PyTorch's C++ made
-        return args[0]
-    if name == "_wrap_tensor_autograd":
-        return _compat.async_tensor()(
-            args[0]
-        )  # what the operation does; its kernel for shapes alone makes a new tensor
-    values = {**dict(zip(_signature(func)[0], args, strict=False)), **kwargs}
-    group = values.get("group_name")
-    if name not in FUNCTIONS or group is None:
-        return func(*args, **kwargs)
-    group = _compat.named(group) if isinstance(group, str) else _compat.group_of(group)
-    inputs = values["inputs"] if "inputs" in values else [values["input"]]
-    if communicators.place(group, inputs) is None:
-        return func(*args, **kwargs)
-    if communicators.kind(group).foreign:
-        with machine.untracked():
-            out = func(*args, **kwargs)
-        for result in out if isinstance(out, list) else [out]:
-            if gpu_of(result) is None:
-                machine.place(result, gpu_of(inputs[0]))
-        return out
-    collective, make = FUNCTIONS[name]
-    with dispatch:
-        made = [make(collective, tensor, values, group.size()) for tensor in inputs]
-    for out, call in made:
-        gpu = communicators.place(group, call.tensors)
-        work = communicators.of(group, gpu, call.kind).start(call, gpu, True)
-        setattr(storage_of(out), WORK, work)
-    results = [out for out, _ in made]
-    return results if "inputs" in values else results[0]
-
-
-def of_dtensor(dispatch, func, args, kwargs):
-    """A DTensor's shards of one dimension become those of another: an all_to_all and its wait, as PyTorch's C++ makes it."""
-    communicators = dispatch.machine.communicators
-    values = {**dict(zip(_signature(func)[0], args, strict=False)), **kwargs}
-    if packet(func).__name__ != "shard_dim_alltoall":
-        return func(*args, **kwargs)
-    tensor, name = values["input"], values["group_name"]
-    group = _compat.named(name) if isinstance(name, str) else _compat.group_of(name)
-    if communicators.place(group, [tensor]) is None:
-        return func(*args, **kwargs)
-    if communicators.kind(group).foreign:
-        with dispatch.machine.untracked():
-            return dispatch.machine.place(func(*args, **kwargs), gpu_of(tensor))
-    functional, ones = torch.ops._c10d_functional, [1] * group.size()
-    with dispatch:
-        parts = torch.stack(tensor.chunk(group.size(), values["shard_dim"]))
-        parts = functional.wait_tensor(functional.all_to_all_single(parts, ones, ones, name))
-        return torch.cat(parts.unbind(), values["gather_dim"])
-
-
-def wait(tensor: torch.Tensor) -> None:
-    """The current stream waits for the collective that fills this tensor."""
-    storage = storage_of(tensor)
-    work = getattr(storage, WORK, None)
-    if work is not None:
-        delattr(storage, WORK)
-        work.wait()
-
-
-# -- torch.distributed with virtual GPUs on: nccl is there, and operations of c10d on GPU tensors are ours.
-
-
 def install(machine: Machine, patches: Patches) -> None:
-    """All that this package replaces; nothing where PyTorch was built without torch.distributed."""
-    if not torch.distributed.is_available():
-        return
-    from virtualgpu._compat import distributed as _compat
-    from virtualgpu.distributed import dtensor, groups, objects, parallel
-
-    machine.communicate_by(Communicators(machine))
-    overrides.register_namespace("c10d", of_c10d)
-    overrides.register_namespace("_c10d_functional", of_functional)
-    overrides.register_namespace("_dtensor", of_dtensor)
-    _backend(machine, patches)
-    c10d, group = _compat.c10d, _compat.ProcessGroup
+    """PyTorch finds NCCL, and makes its groups from our class; and all of this file's stand-ins, also where a program imported the functions by name."""
     for name in ("destroy_process_group", "split_group", "init_process_group", "new_group", "get_backend"):
-        patches.stand_in_everywhere(c10d, name, getattr(groups, name), machine)
-    for name in ("start_coalescing", "end_coalescing"):
-        patches.stand_in(group, f"_{name}", getattr(groups, name), machine)
-    if (make := _compat.make_premul_sum) is not None:
-        patches.stand_in_everywhere(torch.distributed, make.__name__, _compat.premul_sum)
-    atexit.register(machine.communicators.end)  # gloo's threads must not outlive the interpreter
-    patches.undo(lambda: atexit.unregister(machine.communicators.end))
-    for module in (parallel, dtensor, objects):
-        module.install(machine, patches)
-
-
-def _backend(machine: Machine, patches: Patches) -> None:
-    """PyTorch finds NCCL, and makes its groups from our class."""
-    from virtualgpu._compat import distributed as _compat
-
+        patches.stand_in_everywhere(_compat.c10d, name, globals()[name], machine)
+    patches.stand_in(_compat.ProcessGroup, "_start_coalescing", start_coalescing, machine)
+    patches.stand_in(_compat.ProcessGroup, "_end_coalescing", end_coalescing, machine)
+    for name in OBJECTS:
+        patches.stand_in_everywhere(_compat.c10d, name, _of_objects, machine)
     c10d, backend, cpp = _compat.c10d, _compat.c10d.Backend, _compat.cpp
     patches.set(c10d, "_NCCL_AVAILABLE", True)
     patches.replace_everywhere(c10d, "is_nccl_available", lambda: True)
     if c10d.default_pg_nccl_timeout is None:
         patches.set(c10d, "default_pg_nccl_timeout", c10d.default_pg_timeout)
-    kind = type("ProcessGroupNCCL", (ProcessGroupNCCL,), {"communicators": machine.communicators})
+    kind: Any = type("ProcessGroupNCCL", (ProcessGroupNCCL,), {"communicators": machine.communicators})
     plugins = _compat.backends()  # others may register theirs meanwhile
     before = plugins.get("NCCL")
     plugins["NCCL"] = _compat.Plugin(kind.create, True)
@@ -505,3 +89,129 @@ def _backend(machine: Machine, patches: Patches) -> None:
     for module in (c10d, torch.distributed, cpp):  # versions that make NCCL's groups themselves call it by this name
         patches.add(module, "ProcessGroupNCCL", kind)
     patches.add(cpp, "_is_nvshmem_available", lambda: False)
+
+
+def init_process_group(machine: Machine, original, *args, **kwargs):
+    """While a rank is played alone, groups are of PyTorch's fake backend, whatever is named."""
+    rank = machine.single_rank
+    if rank is None:
+        return original(*args, **kwargs)
+    _compat.know_fake_backend()
+
+    device = {"device_id": kwargs["device_id"]} if kwargs.get("device_id") is not None else {}
+    store = torch.distributed.HashStore()
+    return original("fake", rank=rank.rank, world_size=rank.world_size, store=store, **device)
+
+
+def new_group(machine: Machine, original, ranks=None, timeout=None, backend=None, *args, **kwargs):
+    """The same of a part of the ranks."""
+    return original(ranks, timeout, backend if machine.single_rank is None else "fake", *args, **kwargs)
+
+
+def get_backend(machine: Machine, original, group=None) -> str:
+    """The fake backend says nccl."""
+    name = original(group)
+    return "nccl" if machine.single_rank is not None and name == "fake" else name
+
+
+def destroy_process_group(machine: Machine, original, group=None):
+    """Its communicators go, too, and with the last group what DTensor remembers of meshes: one process plays ranks of many layouts in turn."""
+    c10d = _compat.c10d
+    if group is c10d.GroupMember.NON_GROUP_MEMBER:
+        return original(group)
+    which = None if group is c10d.GroupMember.WORLD else group
+    machine.communicators.leave(which, sys.exc_info()[1])
+    try:
+        return original(group)
+    finally:
+        machine.communicators.forget(which)
+        if which is None:
+            _compat.forget_meshes()
+
+
+def split_group(
+    machine: Machine,
+    original,
+    parent_pg=None,
+    split_ranks=None,
+    timeout=None,
+    pg_options=None,
+    group_desc=None,
+    **others,
+):
+    """Each rank in the group that it is in; a rank in none of them in none."""
+    c10d, parent = _compat.c10d, parent_pg or _compat.default_group()
+    if c10d.get_backend(parent) != "nccl":
+        return original(parent_pg, split_ranks, timeout, pg_options, group_desc, **others)
+    if not split_ranks:
+        raise ValueError("split_ranks cannot be None or empty")
+    members = c10d.get_process_group_ranks(parent)
+    mine = next((ranks for ranks in split_ranks if parent.rank() in ranks), None)
+    if mine is None:
+        return c10d.GroupMember.NON_GROUP_MEMBER
+    return c10d.new_group(
+        [members[rank] for rank in mine],
+        timeout=timeout,
+        backend="nccl",
+        pg_options=pg_options,
+        use_local_synchronization=True,
+        group_desc=group_desc,
+    )
+
+
+def start_coalescing(machine: Machine, original, group, device):
+    """Collectives from now on are waited for as one."""
+    if not _on_gpus(group, device):
+        return original(group, device)
+    return machine.communicators.start_coalescing(group)
+
+
+def end_coalescing(machine: Machine, original, group, device):
+    """One work for all of them."""
+    if not _on_gpus(group, device):
+        return original(group, device)
+    return machine.communicators.end_coalescing(group)
+
+
+def _on_gpus(group, device) -> bool:
+    return torch.device(device).type == "cuda" and "cuda" in _compat.device_types(group)
+
+
+# -- Python objects that ranks send each other have values in a dry run, too: they travel as small tensors with numbers.
+#
+# A rank that is played alone has nobody to tell it anything: where each rank has an object, the others' are taken to be like its own,
+# and what another rank alone knows raises NotImplementedError.
+
+
+OF_ONE_RANK = ("broadcast_object_list", "scatter_object_list", "recv_object_list")  # what `src` alone knows
+OBJECTS = (*OF_ONE_RANK, "send_object_list", "all_gather_object", "gather_object")
+
+
+def with_numbers(machine: Machine, original, *args, **kwargs):
+    """original(...), for this thread with numbers also in a dry run."""
+    if not machine.some_dry:
+        return original(*args, **kwargs)
+    with dry_runs.set_here(False):
+        return original(*args, **kwargs)
+
+
+def _of_objects(machine: Machine, original, *args, **kwargs):
+    if machine.single_rank is None:
+        return with_numbers(machine, original, *args, **kwargs)
+    name, arguments = original.__name__, inspect.signature(original).bind(*args, **kwargs).arguments
+    group = arguments.get("group") or dist.group.WORLD
+    if name == "all_gather_object":
+        arguments["object_list"][:] = [arguments["obj"]] * group.size()
+    elif name == "gather_object" and arguments.get("object_gather_list") is not None:
+        arguments["object_gather_list"][:] = [arguments["obj"]] * group.size()
+    elif name in OF_ONE_RANK and not _is_this_rank(group, arguments.get("src"), arguments.get("group_src")):
+        raise NotImplementedError(
+            f"{name}: this process plays rank {dist.get_rank()} alone, and nobody tells it another rank's objects. Play the rank that "
+            "knows them (rank=), or start all ranks. A PipelineStage asks for none that is given input_args= and output_args="
+        )
+    elif name == "scatter_object_list":
+        arguments["scatter_object_output_list"][0] = arguments["scatter_object_input_list"][group.rank()]
+
+
+def _is_this_rank(group, src: int | None, group_src: int | None) -> bool:
+    return (src or 0) == dist.get_rank() if group_src is None else group_src == group.rank()

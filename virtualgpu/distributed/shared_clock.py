@@ -32,17 +32,13 @@ from virtualgpu.memory.ledger import started
 SLOTS = 1024  # collectives that a rank may be ahead of the slowest one
 Signature = tuple[int, int, int, int]  # what a rank tells of a collective (`calls.signature_of`)
 SLOT = 6  # words: the moment, what is said, and all of them with the number, so that a half-written slot is known
-ARRIVAL, MOMENT = (
-    struct.Struct(f"{SLOT}q"),
-    struct.Struct(f"d{SLOT - 1}q"),
-)  # the same, its moment in bits and as a number
+ARRIVAL, MOMENT = struct.Struct(f"{SLOT}q"), struct.Struct(f"d{SLOT - 1}q")  # its moment in bits, and as a number
 # words at the head of a rank's part: up to which number it has read, who it is, how it left where it comes to nothing more, and which
 # message it waits for
 READ, PID, STARTED, OVER, WAITS, HEAD = 0, 1, 2, 3, 4, 5
 LEFT, RAISED = 1, 2  # how
-ROOM = (
-    1 << 34
-)  # bytes behind the page for each rank's messages: 268 million. What nobody wrote takes no room on the disk
+# Bytes behind the page for each rank's messages: 268 million. What nobody wrote takes no room on the disk
+ROOM = 1 << 34
 real_sleep, real_time = time.sleep, time.monotonic  # the program's are others while virtual GPUs are on
 
 
@@ -125,9 +121,7 @@ class Arrivals:
         if file is not None:
             weakref.finalize(self, os.close, file)  # works of a group that is destroyed may still read it
         self._each = HEAD + SLOTS * SLOT
-        self._slots = [
-            8 * (member * self._each + HEAD) for member in range(size)
-        ]  # in bytes: where those of each rank begin
+        self._slots = [8 * (member * self._each + HEAD) for member in range(size)]  # in bytes: where each rank's begin
         self._read = 0
         mine = rank * self._each
         page[mine + STARTED], page[mine + PID] = started(os.getpid()), os.getpid()
@@ -167,7 +161,7 @@ class Arrivals:
         raises as `read`."""
         if number > SLOTS:
             self._wait(self._have_not_read, number - SLOTS, timeout)
-        bits = struct.unpack("q", struct.pack("d", moment))[0]
+        bits = float_bits(moment)
         first, second, third, fourth = signature
         check = number ^ bits ^ first ^ second ^ third ^ fourth
         offset = self._slots[self.rank] + ARRIVAL.size * (number % SLOTS)
@@ -226,11 +220,7 @@ class Arrivals:
 
     def ended(self) -> list[int]:
         """Ranks whose process is gone, or is done with the group."""
-        return [rank for rank in range(self.size) if self.left(rank) or self._gone(rank)]
-
-    def left(self, rank: int) -> bool:
-        """Is a rank done with the group?"""
-        return bool(self._page[rank * self._each + OVER])
+        return [rank for rank in range(self.size) if self._page[rank * self._each + OVER] or self._gone(rank)]
 
     def gone(self, rank: int) -> RankEnded:
         """What to raise of one that has ended, or is done with the group."""
@@ -263,7 +253,8 @@ class SingleRankArrivals(Arrivals):
     """For one process that plays one rank of many: the others are taken to be like it."""
 
     def __init__(self, rank: int, size: int):
-        self.rank, self.size, self._posted = rank, size, {}
+        self.rank, self.size = rank, size
+        self._posted: dict[int, tuple[float, list[Signature]]] = {}
 
     def post(self, number: int, moment: float, signature: Signature, timeout: timedelta) -> list[tuple[int, Signature]]:
         """Only noted, for `read`; never waits."""
@@ -324,24 +315,24 @@ def processes(store, size: int) -> list[Process]:
 
 class Meeting:
     """The store, as `Arrivals.meet` uses it. processes: of all ranks, or none. returned: has a rank of the group returned from its
-    function?"""
+    function? Where the store is gone, its methods raise RankEnded."""
 
     def __init__(self, store, size: int, timeout: timedelta, processes: list[Process], returned: Callable[[int], bool]):
         self.store, self.size, self.timeout, self.processes, self.returned = store, size, timeout, processes, returned
         self.until = real_time() + timeout.total_seconds()
 
     def set(self, key: str, value: str) -> None:
-        """For the others. Raises RankEnded where the store is gone, as `get`."""
-        self._ask(lambda: self.store.set(key, value))
+        """For the others."""
+        self._ask(self.store.set, key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """The sum of what all have added. Raises RankEnded where the store is gone, as `get`."""
-        return self._ask(lambda: self.store.add(key, amount))
+        """The sum of what all have added."""
+        return self._ask(self.store.add, key, amount)
 
     def get(self, key: str, rank: int = 0, other_than: bytes | None = None) -> bytes:
         """What that rank has set, after another value that it had set before. Raises RankEnded or RankLate where it does not."""
         self.wait({key: rank}, other_than)
-        return self._ask(lambda: self.store.get(key))
+        return self._ask(self.store.get, key)
 
     def wait(self, keys: dict[str, int], other_than: bytes | None = None) -> None:
         """Until all of these are there: each is set by a rank. Raises as `get`."""
@@ -351,11 +342,11 @@ class Meeting:
             known = self.store.check(list(names))
             return known and (other_than is None or all(self.store.get(name) != other_than for name in names))
 
-        while not self._ask(lambda: there(*keys)):
+        while not self._ask(there, *keys):
             now = real_time()
             if now > look:
                 look = now + LOOK
-                late = [rank for key, rank in keys.items() if not self._ask(lambda key=key: there(key))]
+                late = [rank for key, rank in keys.items() if not self._ask(there, key)]
                 for rank in late:
                     if self._gone(rank) or self.returned(rank):
                         raise RankEnded(rank, 0 if self._gone(rank) else LEFT)
@@ -367,10 +358,10 @@ class Meeting:
     def _gone(self, rank: int) -> bool:
         return bool(self.processes) and self.processes[rank].is_gone
 
-    def _ask(self, question: Callable):
+    def _ask(self, question: Callable, *args):
         """The process that holds the store is most often a rank, and may have ended."""
         try:
-            return question()
+            return question(*args)
         except RuntimeError:
             real_sleep(LOOK)  # a process that is ending closes its sockets first
             for rank in range(self.size):
@@ -397,29 +388,28 @@ def explain(
     if isinstance(error, (torch.OutOfMemoryError, dist.DistBackendError)):
         return
     where, text = f"{what} of rank {ranks[rank]} in group {group!r}", str(error)
-    if isinstance(error, RankEnded) and error.left == RAISED:
-        message = f"{where}: {_names([error.rank], ranks)} will not come to it: it raised an error, which stands in its own output"
-    elif isinstance(error, RankEnded) and error.left:
-        message = f"{where}: {_names([error.rank], ranks)} will not come to it: it has returned, or destroyed the group. {ORDER}"
+
+    def names(members: list[int]) -> str:
+        return f"rank {', '.join(str(ranks[member]) for member in members)}" if members else "another rank"
+
+    if isinstance(error, RankEnded) and error.left:
+        it_has = "raised an error, which stands in its own output"
+        if error.left != RAISED:
+            it_has = f"has returned, or destroyed the group. {ORDER}"
+        message = f"{where}: {names([error.rank])} will not come to it: it {it_has}"
     elif isinstance(error, RankEnded) or "Connection closed by peer" in text or "Connection reset" in text:
         gone = [error.rank] if isinstance(error, RankEnded) else ended()
-        message = f"{where}: {_names(gone, ranks)} has ended, and this rank waited for it. What stopped it stands in its own output"
+        message = (
+            f"{where}: {names(gone)} has ended, and this rank waited for it. What stopped it stands in its own output"
+        )
     elif isinstance(error, RankLate) or "timed out" in text.lower():
         late = error.ranks if isinstance(error, RankLate) else behind()
+        world = dist.group.WORLD  # new_group does not take its limit over
+        maker = "init_process_group" if world is None or world.group_name == group else "new_group"
         message = (
-            f"{where} timed out after {timeout.total_seconds():g} s: {_names(late, ranks)} had not come to it. {ORDER} "
-            f"The limit is {_made_by(group)}(timeout=...)"
+            f"{where} timed out after {timeout.total_seconds():g} s: {names(late)} had not come to it. {ORDER} "
+            f"The limit is {maker}(timeout=...)"
         )
     else:
         return
     raise dist.DistBackendError(message) from error
-
-
-def _made_by(group: str) -> str:
-    """The function that makes a group of that name, whose timeout it has: new_group does not take the one of init_process_group over."""
-    world = dist.group.WORLD
-    return "init_process_group" if world is None or world.group_name == group else "new_group"
-
-
-def _names(members: list[int], ranks: Sequence[int]) -> str:
-    return f"rank {', '.join(str(ranks[member]) for member in members)}" if members else "another rank"

@@ -1,20 +1,22 @@
-"""Where the ranks of a group are, and so how long what they send each other lasts.
+"""Where the ranks of a group are, and so how long what they send each other lasts; and which of many a process plays alone.
 
 A GPU's node is what torchrun says, where it says that there are several: each of its agents is one, also of agents on one machine.
 Otherwise the machine's GPUs are divided as `gpus_per_node` says; and without that all are in one node.
+
+A dry run in one process plays one rank, and the others are taken to be like it. Inside, `init_process_group` makes this process that
+rank, whatever backend is named. A collective begins when this rank has come to it, and lasts as long as among all of them. Where ranks are
+not alike (a pipeline's stages, uneven shards), only this one is seen. The runner, which does without PyTorch, asks here too.
 """
 
 import functools
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from virtualgpu import environment
-from virtualgpu.distributed.calls import refused_by_nccl
-from virtualgpu.environment import bus_id
-from virtualgpu.hardware.machine import Fabric, slowest
-from virtualgpu.timing import nccl
+from virtualgpu.hardware.machine import Fabric, check_number, slowest
 
 
 class Where(NamedTuple):
@@ -48,37 +50,25 @@ class Where(NamedTuple):
         return cls(node, gpus, card, Fabric(*fabric))
 
 
-def one_gpu_each(ranks: list[Where]) -> None:
-    """Raises NCCL's error (src/init.cc) where two ranks use one GPU: most often nobody called torch.cuda.set_device."""
-    for rank, where in enumerate(ranks):
-        for other in range(rank):
-            if where.card and (where.node, where.card) == (ranks[other].node, ranks[other].card):
-                bus = bus_id(int(where.card.split()[-1]))
-                raise refused_by_nccl(
-                    "NCCLUtils.cpp:93",
-                    "invalid usage",
-                    "This usually reflects invalid usage of NCCL library.",
-                    f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {bus}: NCCL takes one GPU for each rank. "
-                    "Call torch.cuda.set_device(local_rank) first, or start as many ranks as there are GPUs",
-                )
-
-
 class Layout:
     """Where the ranks of a group are. Ranks count within the group.
 
-    seconds: (kind, nbytes as nccl.seconds counts) of one collective. duration: where somebody looks on (`--explain`), what a collective lasts, of its kind, its bytes, the number of its ranks and a function
-    that tells how long it would last with other bytes.
+    seconds: (kind, nbytes as nccl.seconds counts) of one collective. duration: where somebody looks on (`--explain`), what a collective lasts, of
+    its kind, its bytes, the number of its ranks and a function that tells how long it would last with other bytes.
     """
 
     duration: Callable[[str, int, int, Callable[[int], float]], float] | None = None
 
     def __init__(self, ranks: list[Where]):
+        from virtualgpu.timing import nccl  # with PyTorch
+
         self.nodes = [rank.node for rank in ranks]
         members = Counter(self.nodes)
-        self.count, self.size = len(members), len(ranks)
         self.fabric = slowest([rank.fabric.shared_by(members[rank.node], rank.gpus) for rank in ranks])
-        last = {"ranks": self.size, "fabric": self.fabric, "nodes": self.count}
-        self.seconds = functools.partial(nccl.seconds if Layout.duration is None else _told, **last)
+        lasts: Callable[..., float] = nccl.seconds
+        if Layout.duration is not None:
+            lasts = functools.partial(_watched, nccl.seconds, Layout.duration)
+        self.seconds = functools.partial(lasts, ranks=len(ranks), fabric=self.fabric, nodes=len(members))
 
     def message(self, nbytes: int, rank: int, peer: int) -> float:
         """Of one message, which crosses the network only where these two are on different nodes."""
@@ -90,7 +80,76 @@ class Layout:
         return self.fabric.step(self.nodes[rank] == self.nodes[peer])
 
 
-def _told(kind: str, nbytes: int, ranks: int, fabric: Fabric, nodes: int) -> float:
-    """The same, to who looks on."""
-    assert Layout.duration is not None
-    return Layout.duration(kind, nbytes, ranks, lambda n: nccl.seconds(kind, n, ranks, fabric, nodes))
+def _watched(seconds, duration, kind: str, nbytes: int, ranks: int, fabric: Fabric, nodes: int) -> float:
+    return duration(kind, nbytes, ranks, lambda other: seconds(kind, other, ranks, fabric, nodes))
+
+
+# -- The rank that a process plays alone
+
+
+class RankConfig(NamedTuple):
+    """Which rank of how many, and how many GPUs a node has."""
+
+    world_size: int
+    rank: int = 0
+    gpus_per_node: int = 8
+
+    @classmethod
+    def checked(cls, world_size: int, rank: int = 0, gpus_per_node: int = 8) -> "RankConfig":
+        """Raises ValueError for what cannot be."""
+        for name, value, least in (
+            ("world_size", world_size, 1),
+            ("rank", rank, 0),
+            ("gpus_per_node", gpus_per_node, 1),
+        ):
+            check_number(name, value, least)
+        if rank >= world_size:
+            raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to {world_size - 1}")
+        return cls(world_size, rank, gpus_per_node)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """What torchrun would say to it. The process has one GPU, so that its local rank is 0."""
+        numbers = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": min(self.gpus_per_node, self.world_size),
+            "GROUP_RANK": self.node(self.rank),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": 29500,
+        }
+        return {name: str(value) for name, value in numbers.items()}
+
+    def node(self, rank: int) -> int:
+        """The node of a rank, from 0: ranks fill one node after the other."""
+        return rank // self.gpus_per_node
+
+
+class Before(NamedTuple):
+    """What this process was before it played a rank: which other one it played, if any, and what the environment said."""
+
+    rank: RankConfig | None
+    has_groups: bool
+    environ: Mapping[str, str | None]
+
+
+def enter(machine, rank: RankConfig) -> Before:
+    """From now on this process is that rank; returns what it was before."""
+    before = Before(machine.single_rank, _has_groups(), {name: os.environ.get(name) for name in rank.environ})
+    machine.play(rank)
+    os.environ.update(rank.environ)
+    return before
+
+
+def leave(machine, before: Before) -> None:
+    """This process is what it was `before`; process groups that it has made since are destroyed."""
+    machine.play(before.rank)
+    if _has_groups() and not before.has_groups:
+        sys.modules["torch.distributed"].destroy_process_group()
+    environment.restore(before.environ)
+
+
+def _has_groups() -> bool:
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()

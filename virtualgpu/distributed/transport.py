@@ -4,10 +4,11 @@ What gloo lacks is made from what it has: an average is a sum that is divided, a
 keeps its part (as gloo itself does it), an all_to_all of lists one of a single tensor. Copies travel as bytes, whatever their type.
 
 The table's rows have `carry(transfer, call)`, by gloo, and `alike(call, rank, size)`: what comes out where all ranks give what this one
-gives, for a rank that is played alone, and whether that is known.
+gives, for a rank that is played alone, and whether that is known. In a dry run ranks tell each other counts and sizes in small tensors.
 """
 
 import ctypes
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -17,9 +18,11 @@ import torch
 from torch import distributed as dist
 
 from virtualgpu._compat import distributed as _compat
-from virtualgpu.distributed.calls import Call
+from virtualgpu.distributed.calls import Call, size_of
 from virtualgpu.distributed.shared_clock import real_sleep, real_time
+from virtualgpu.engine import values
 from virtualgpu.engine.cuda_checks import FLOAT8
+from virtualgpu.engine.storage import reach
 
 
 class Transfer:
@@ -135,13 +138,10 @@ def _begin_reduction(transfer: Transfer, call: Call, memory: torch.Tensor, dtype
     if memory.numel():
         transfer.begin("reduce" if to_root else "allreduce", options, [memory])
     if name == "AVG":
-        transfer.then(_divide, memory, transfer.size)
+        rounding = None if memory.is_floating_point() else "trunc"
+        transfer.then(functools.partial(memory.div_, transfer.size, rounding_mode=rounding))
     if memory is not narrow:
         transfer.then(narrow.copy_, memory)
-
-
-def _divide(memory: torch.Tensor, size: int) -> None:
-    memory.div_(size, rounding_mode=None if memory.is_floating_point() else "trunc")
 
 
 def all_reduce(transfer: Transfer, call: Call) -> None:
@@ -313,3 +313,71 @@ def all_gather_alike(call: Call, rank: int, size: int) -> bool:
             for output in outputs:
                 flat(output).copy_(flat(part))
     return True
+
+
+# -- What ranks tell each other in a dry run: counts, sizes and measured times, small tensors whose values stand beside them. Each says whether
+# it knows its own: where one does not, nobody knows what comes of them.
+
+LARGEST = 8 * values.LIMIT  # bytes of a message that is carried
+
+
+def carry_known(gloo, call: Call, rank: int, size: int, timeout: timedelta) -> Transfer | None:
+    """The same of values, in a dry run; None where none are on their way: there are too many, they are of a kind whose results are not alike
+    on all ranks, or the others are like this one, which is played alone (gloo: None). Call it untracked."""
+    from_root = call.collective.root == "from"
+    given = [] if from_root and rank != call.root else [tensor for _, inputs in call.pairs for tensor in inputs]
+    filled, origin = call.uses(rank)[0], values.origin_of(given) or call.kind
+    known = all(values.known_of(tensor) is not None for tensor in given)
+    alike = call.collective.alike
+    if alike is None or not _is_carried(call):
+        values.told(call.outputs, origin)
+        return None
+    of_values = call.with_values(values.room_for)
+    if gloo is None:
+        values.told(filled, None if known and alike(of_values, rank, size) else origin)
+        return None
+    transfer = Transfer(gloo, of_values, rank, size, timeout)  # and after the values, whether all are known
+    unknown, options = torch.tensor([not known], dtype=torch.uint8, device="cpu"), dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    transfer.begin("allreduce", options, [unknown])
+    transfer.then(lambda: values.told(filled, origin if unknown.item() else None))
+    return transfer
+
+
+def _is_carried(call: Call) -> bool:
+    """The same on all ranks: it goes by what their tensors have in common."""
+    if not call.tensors:
+        return False
+    if call.collective.root and call.collective.checks:
+        nbytes = call.nbytes  # of a gather or scatter: all parts are of one size
+    else:
+        nbytes = size_of(call.tensors if call.collective.scatters else call.outputs)
+    counts = all(tensor.dtype in values.COUNTS for tensor in call.tensors)
+    return nbytes <= (values.LIMIT * call.tensors[0].element_size() if counts else values.SMALL)
+
+
+def message_of(tensor: torch.Tensor, sends: bool) -> torch.Tensor | None:
+    """What a message carries in this tensor's place: its values, or as many bytes that nobody reads, since sender and receiver need
+    to agree on a message's bytes alone; and whether it has none. None: it is large, and carries nothing.
+    """
+    if tensor.nbytes > LARGEST:
+        return None
+    message = torch.zeros(extent(tensor) + 1, dtype=torch.uint8, device="cpu")
+    known = values.known_of(tensor) if sends else None
+    if known is None:
+        message[-1] = 1
+    else:
+        message[:-1] = flat(known).view(torch.uint8)[: extent(tensor)]
+    return message
+
+
+def hear(tensor: torch.Tensor, message: torch.Tensor) -> None:
+    """It has what came by a message. Call it untracked."""
+    if not message[-1]:
+        flat(values.room_for(tensor)).view(torch.uint8)[: extent(tensor)] = message[:-1]
+        values.told([tensor])
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """How many bytes of memory the tensor reaches over: fewer than its elements have where these share memory (expand)."""
+    return tensor.element_size() * reach(tensor)

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import UUID
 
 import torch
@@ -327,7 +327,7 @@ class Machine:
     local: what the thread that asks is doing. always_dry: are all threads in a dry run? initialized: somebody has used a GPU
     (torch.cuda.is_initialized). forked: this process was forked from one that had. ledger: shared with the other processes of a run.
     real_gpus: how many real ones there are beside these. single_rank: the rank that this process plays alone
-    (distributed.rank_config.RankConfig). timers: what time.time() and its kind
+    (distributed.topology.RankConfig). timers: what time.time() and its kind
     tell the program: simulated, real, or told (real, and it is told so once). communicators: of process groups. in_flight: numbers that these have on their way.
     """
 
@@ -348,7 +348,8 @@ class Machine:
         self.gpus = self._make_gpus()
         self.ledger: Ledger | None = None
         self.cached_by_dry_run = False
-        self.single_rank = self.communicators = None
+        self.single_rank = None
+        self.communicators: Any = None  # distributed.operations.Communicators
         self.always_dry = False
         self.real_gpus = 0
         self.initialized = self.forked = self.closed = False

@@ -134,9 +134,9 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None):
         settings.timers,
     )
     if settings.single_rank is not None:
-        from virtualgpu.distributed import rank_config
+        from virtualgpu.distributed import topology
 
-        rank_config.enter(machine, rank_config.make(*settings.single_rank))
+        topology.enter(machine, topology.RankConfig.checked(*settings.single_rank))
     if ledger is not None:
         machine.share(ledger)
     return machine

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, TextIO
 
 from virtualgpu import environment, scratch
-from virtualgpu.distributed import rank_config
+from virtualgpu.distributed.topology import RankConfig
 from virtualgpu.environment import Card
 from virtualgpu.hardware import specs
 from virtualgpu.hardware.machine import find_network, find_settings, nodes
@@ -387,7 +387,7 @@ def _timers(line: SimpleNamespace) -> str:
     return line.timers or ("real" if line.explain else "simulated")
 
 
-def _alone(line: SimpleNamespace) -> rank_config.RankConfig | None:
+def _alone(line: SimpleNamespace) -> RankConfig | None:
     """Which rank, where one process plays one of many. Raises ValueError."""
     if line.world_size is None:
         if line.rank is not None:
@@ -397,7 +397,7 @@ def _alone(line: SimpleNamespace) -> rank_config.RankConfig | None:
         advice = "add --dry (or start all ranks, by torchrun)"
         raise ValueError(f"--world-size plays one rank of many, on shapes alone: {advice}")
     per_node = 8 if line.gpus_per_node is None else line.gpus_per_node
-    return _checked(f"--world-size {line.world_size}", rank_config.make, line.world_size, line.rank or 0, per_node)
+    return _checked(f"--world-size {line.world_size}", RankConfig.checked, line.world_size, line.rank or 0, per_node)
 
 
 def _checked(option: str, check, *values):

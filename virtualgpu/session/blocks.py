@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from virtualgpu import session
-from virtualgpu.distributed import rank_config
+from virtualgpu.distributed import topology
 from virtualgpu.engine.machine import dry_runs
 from virtualgpu.hardware import machine as hardware_settings
 from virtualgpu.hardware import specs
@@ -41,7 +41,7 @@ def dry_run(
     when other processes are started on these GPUs: room that nothing fills is not kept from them.
 
     world_size: this process is one rank of so many, with one GPU (an H100 unless `like` says another): `init_process_group` makes
-    it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.rank_config`), on nodes of
+    it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.topology`), on nodes of
     `gpus_per_node`. network: what joins nodes; clock, host: how time is taken: as in `gpus`.
 
     Raises ValueError for an invalid number, name, size or network, or where a dry run in a dry run asks for other GPUs;
@@ -49,7 +49,7 @@ def dry_run(
     """
     if n is not None:
         check_number("dry_run", n)
-    where = None if world_size is None else rank_config.make(world_size, rank, gpus_per_node)
+    where = None if world_size is None else topology.RankConfig.checked(world_size, rank, gpus_per_node)
     joined = None if network is None else find_network(network)
     settings = hardware_settings.find_settings(clock=clock, host=host)
     machine = current()
@@ -121,7 +121,7 @@ _borrowed, _many = _Borrowed(), threading.RLock()
 
 
 @contextlib.contextmanager
-def _as_one_of_many(where: rank_config.RankConfig | None, network: Network | None) -> Iterator[None]:
+def _as_one_of_many(where: topology.RankConfig | None, network: Network | None) -> Iterator[None]:
     """What a dry run says of other ranks holds for the whole process."""
     if where is None and network is None:
         yield
@@ -134,12 +134,12 @@ def _as_one_of_many(where: rank_config.RankConfig | None, network: Network | Non
     before = machine.connect(network or machine.settings.network)
     played = None
     try:
-        played = None if where is None else rank_config.enter(machine, where)
+        played = None if where is None else topology.enter(machine, where)
         yield
     finally:
         _many.release()
         if played is not None:
-            rank_config.leave(machine, played)
+            topology.leave(machine, played)
         if current() is not None:
             current().connect(before)
 

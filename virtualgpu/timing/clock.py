@@ -76,7 +76,7 @@ class Clock(HostTime):
 
     def set_kind(self, kind: str) -> None:
         """What this thread launches from now on is for (forward, backward, optimizer), outside a backward pass."""
-        self.local.set_kind(kind)
+        self.local.kind = kind
 
     def delay(self, gpu: int, seconds: float) -> None:
         """Kernels of the current stream took so much longer."""
@@ -210,7 +210,10 @@ class Clock(HostTime):
             local.backward[gpu] += seconds
             now = local.backward[gpu]
         else:
-            now = local.now = self._turn(local, local.now + seconds)
+            now = local.now + seconds
+            if local.replicas > 1 or local.contends or self.lock is not None:
+                now = self._turn(local, now)
+            local.now = now
         if self.stopped:
             self.check(gpu)
         return now

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, is_grad_enabled
 
+from virtualgpu import _compat
 from virtualgpu.hardware.machine import HOSTS, Host
 from virtualgpu.timing.kernels import read_table
-from virtualgpu.timing.streams import HostThread, Queue, Streams, graph_task, node_in_cpp
+from virtualgpu.timing.streams import HostThread, Queue, Streams, graph_task
 
 # -- What an operation costs the host beside the average one: some look for an algorithm, ask for workspaces or start several kernels.
 #
@@ -193,6 +194,8 @@ class HostTime(Streams):
         what it does in a forward pass."""
         if is_grad_enabled():
             return self._cost(weight)
-        key = node_in_cpp()
+        node, key = _compat.current_node(), None  # None: in a function of Python, and in a hook of a leaf
+        if node is not None and not isinstance(node, _compat.PythonNode) and not hasattr(node, "variable"):
+            key = _compat.sequence_number(node)
         again, local.launched_by = key is not None and key == local.launched_by, key
         return self.costs.backward * weight.backward * (FURTHER if again and weight.backward <= SIMPLE else 1.0)

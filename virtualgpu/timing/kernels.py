@@ -122,6 +122,7 @@ class Kernels:
         self.achieved, limits = specs.achieved(spec), ("memory", "softmax", "layer_norm")
         self.bandwidth = {name: spec.bandwidth * (1.0 if peak else getattr(self.achieved, name)) for name in limits}
         self.cycles = spec.processors * spec.clock_rate * 1e3  # a second, of all
+        self.clock, self.threads = 1e3 * spec.clock_rate, spec.limits.threads  # Hz; that a multiprocessor holds
         self.hopper = spec.capability[0] in (9, 10)  # or B200: products by groups of warps (wgmma, tcgen05)
         self.generation = "Hopper" if self.hopper else "before Hopper"  # as the tables of convolutions call it
         self.cache = 0 if peak else (spec.l2 or 0)
@@ -161,7 +162,7 @@ class Kernels:
 
     def took(self, cycles: float) -> float:
         """Seconds of that many cycles of a multiprocessor."""
-        return cycles / (1e3 * self.spec.clock_rate)
+        return cycles / self.clock
 
     def reordering(self, image) -> float:
         """A kernel that reads an image and writes it with its channels elsewhere."""

@@ -10,6 +10,7 @@ each row (layer_norm_kernel.cu). Constants are cycles of a multiprocessor, of an
 """
 
 import functools
+import operator
 from functools import partial
 from math import ceil, gcd, prod
 from typing import NamedTuple
@@ -31,6 +32,7 @@ NAMES = SUMS | BY_TYPE | NORMS | {"mean", "argmax", "argmin", "aminmax", "var", 
 # an image's channel over all images are; of a multiprocessor for each such number, and for each thread, which is started and, where neighbours
 # share an output, tells them its part; where blocks share outputs, the last one's beginning, and each part that a thread of it reads
 ROUND, DIVIDED_ROUND, DIVIDED, THREAD, TELLING, SHARED, PART = 430, 1130, 0.45, 0.8, 1.0, 3700, 500
+NBYTES = operator.attrgetter("nbytes")
 COUNTERS = 0.4  # of a kernel's time, what setting the counters to zero takes (0.7 to 0.8 us)
 
 
@@ -51,7 +53,7 @@ class Plan(NamedTuple):
     def seconds(self, kernels: Kernels, nbytes: float) -> float:
         """On that card, of so many bytes."""
         spec, threads, blocks = kernels.spec, self.across * self.down, self.grid * self.blocks
-        waves = ceil(blocks / (spec.processors * max(1, spec.limits.threads // threads)))
+        waves = ceil(blocks / (spec.processors * max(1, kernels.threads // threads)))
         waiting = waves * ceil(self.each / LOADS) * (DIVIDED_ROUND if self.divided else ROUND)
         working = max((THREAD + TELLING * self.along) * threads * blocks, DIVIDED * self.divided)
         seconds = spec.kernel + max(kernels.took(waiting), kernels.working(nbytes, working))
@@ -63,7 +65,7 @@ class Plan(NamedTuple):
 
 def reduction(kernels: Kernels, args, tensors, dims_at: int = 1) -> float:
     """Seconds of a reduction; dims_at: from which argument on its dimensions are named."""
-    source, nbytes = args[0], sum(tensor.nbytes for tensor in tensors)
+    source, nbytes = args[0], sum(map(NBYTES, tensors))
     two = len(args) > 1 and isinstance(args[1], torch.Tensor)  # max of two tensors
     if source.layout is not torch.strided or two:
         return kernels.spec.kernel + kernels.streaming(nbytes)

@@ -83,7 +83,10 @@ class Engine:
         if ends and start == ends[-1]:
             ends[-1] = end
         elif not ends or start > ends[-1]:
-            self._insert(len(ends), start, end)
+            self.starts.append(start)
+            ends.append(end)
+            if len(ends) > self.KEPT:
+                self._forget()
 
     def cover(self, start: float, end: float) -> list[tuple[float, float]]:
         """It was busy then, in part perhaps as is known already: the parts that are new."""
@@ -118,9 +121,13 @@ class Engine:
             ends[index] = ends.pop(index + 1)
             del starts[index + 1]
         if len(ends) > self.KEPT:
-            half = self.KEPT // 2
-            self.floor = ends[half - 1]
-            del starts[:half], ends[:half]
+            self._forget()
+
+    def _forget(self) -> None:
+        """The older half."""
+        half = self.KEPT // 2
+        self.floor = self.ends[half - 1]
+        del self.starts[:half], self.ends[:half]
 
 
 @dataclass(slots=True)
@@ -173,14 +180,6 @@ class Priorities:
             spans[index] = replace(spans[index], start=start, end=one.end)
 
 
-def node_in_cpp() -> int | None:
-    """The number of the node that a backward pass is at; None in a function of Python, and in a hook of a leaf."""
-    node = _compat.current_node()
-    if node is None or isinstance(node, _compat.PythonNode) or hasattr(node, "variable"):
-        return None
-    return _compat.sequence_number(node)
-
-
 class HostThread(threading.local):
     """One thread of Python, as a host."""
 
@@ -195,10 +194,6 @@ class HostThread(threading.local):
         self.node = None  # of the backward pass, that `streams` was set for
         self.launched_by: int | None = None  # the node of C++ whose operation was the last
         self.outside: dict[int, Queue] = {}  # `streams` as it was before the backward pass
-
-    def set_kind(self, kind: str) -> None:
-        """See `kind`."""
-        self.kind = kind
 
     def begin(self, now: float, replicas: int) -> None:
         """Another thread has started this one: it goes on from that one's time, beside it or, with so many alike, while it waits."""

@@ -136,7 +136,9 @@ def group_by_device(lists, with_indices=False):
     for index, first in enumerate(lists[0]):
         gpu = gpu_of(first)
         key = first.device if gpu is None else gpu.device, first.dtype
-        columns, indices = groups.setdefault(key, ([[] for _ in lists], []))
+        if key not in groups:
+            groups[key] = [[] for _ in lists], []
+        columns, indices = groups[key]
         for column, values in zip(columns, lists, strict=True):
             if not values:
                 continue

@@ -6,9 +6,11 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 
 import virtualgpu
+from tests.virtualgpu.distributed.conftest import Rows
 from virtualgpu.distributed.communicator import KEPT
 
 N = 3  # ranks
+THREE, TWO = Rows(N), Rows(like="H100")  # which adds up FP8
 
 
 def reduced(x, op=None):
@@ -127,6 +129,7 @@ COLLECTIVES = {  # of rank r with x = [10 r, 10 r + 1, 10 r + 2]: what comes out
 }  # fmt: skip
 
 
+@THREE.row
 def every_collective() -> list:
     rank, found = dist.get_rank(), []
     device = torch.device("cuda", rank)
@@ -141,12 +144,13 @@ def every_collective() -> list:
     return found
 
 
-def test_collectives(on_gpus):
-    ranks = on_gpus(every_collective, n=N)
+def test_collectives():
+    ranks = THREE[every_collective]
     for name, (_, expected), *found in zip(COLLECTIVES, COLLECTIVES.values(), *ranks, strict=True):
         assert found == list(expected if isinstance(expected, tuple) else [expected] * N), name
 
 
+@TWO.row
 def functional_ones():
     rank = dist.get_rank()
     device, world = torch.device("cuda", rank), dist.group.WORLD
@@ -169,8 +173,8 @@ def functional_ones():
     return [(result + 0).tolist() for result in results], given.grad.tolist(), held
 
 
-def test_functional_collectives(on_gpus):
-    for rank, (found, gradient, held) in enumerate(on_gpus(functional_ones)):
+def test_functional_collectives():
+    for rank, (found, gradient, held) in enumerate(TWO[functional_ones]):
         assert found == [
             [0.5, 1.5, 2.5, 3.5],
             [0, 1, 2, 3, 1, 2, 3, 4],
@@ -186,9 +190,12 @@ def test_functional_collectives(on_gpus):
         assert held % 512 == 0 and held >= 12 * 512  # results lie on the GPU
 
 
-def groups():
+@THREE.gives(
+    *[((3.0, its), (9.0, "cuda", r), [[3, 3]] * 3, (False, True, 27.0)) for r, its in enumerate([[0, 1], [0, 1], [2]])]
+)
+def groups_and_works():
     rank = dist.get_rank()
-    device, found = torch.device("cuda", rank), []
+    device = torch.device("cuda", rank)
     pair = dist.new_group([0, 2], backend="nccl")
     if rank != 1:
         both = reduced_in(pair, torch.full((1,), float(rank), device=device))
@@ -198,21 +205,21 @@ def groups():
     assert dist.get_backend(nccl) == "nccl" and isinstance(nccl._get_backend(device), dist.ProcessGroupNCCL)
     split = dist.split_group(nccl, [[0, 1], [2]])
     total = reduced_in(split, torch.full((1,), 1.0 + rank, device=device))
-    found.append((total.item(), dist.get_process_group_ranks(split)))
+    of_split = total.item(), dist.get_process_group_ranks(split)
     mesh = dist.init_device_mesh("cuda", (3, 1), mesh_dim_names=("rows", "columns"))
     reduced_in(mesh["rows"].get_group(), total)
-    found.append((total.item(), mesh.device_type, mesh.get_local_rank("rows")))
+    of_mesh = total.item(), mesh.device_type, mesh.get_local_rank("rows")
     with dist._coalescing_manager(nccl, device, async_ops=True) as manager:
         lots = [torch.full((2,), float(rank), device=device) for _ in range(3)]
         for tensor in lots:
             dist.all_reduce(tensor, group=nccl)
     manager.wait()
-    found.append([tensor.tolist() for tensor in lots])
+    coalesced = [tensor.tolist() for tensor in lots]
     work = dist.all_reduce(total, group=nccl, async_op=True)
     before = work.is_completed()
     work.wait()
     torch.cuda.synchronize()
-    return [*found, (before, work.is_completed(), work.get_future().value()[0].item())]
+    return of_split, of_mesh, coalesced, (before, work.is_completed(), work.get_future().value()[0].item())
 
 
 def reduced_in(group, x):
@@ -220,14 +227,8 @@ def reduced_in(group, x):
     return x
 
 
-def test_groups_and_works(on_gpus):
-    for rank, (split, mesh, coalesced, work) in enumerate(on_gpus(groups, n=3)):
-        assert split == (3.0, [[0, 1], [0, 1], [2]][rank])
-        assert mesh == (9.0, "cuda", rank)
-        assert coalesced == [[3, 3]] * 3 and work == (False, True, 27.0)
-
-
-def on_any_gpu() -> tuple:
+@TWO.gives(*[([[1, 1]] * 4, 6 - rank, [0, 1]) for rank in range(2)])
+def a_communicator_for_each_gpu_of_a_rank() -> tuple:
     """Collectives go by the GPUs that the tensors are on, as NCCL does: nobody has to call torch.cuda.set_device."""
     rank, sums = dist.get_rank(), []
     shared = torch.full((2,), float(rank), device="cuda:0")  # ranks of gloo may share a GPU
@@ -249,12 +250,9 @@ def on_any_gpu() -> tuple:
     return sums, received.item(), sorted(index for name, index in known if name == dist.group.WORLD.group_name)
 
 
-def test_a_communicator_for_each_gpu_of_a_rank(on_gpus):
-    for rank, (sums, received, gpus) in enumerate(on_gpus(on_any_gpu)):
-        assert sums == [[1, 1]] * 4 and received == 6 - rank and gpus == [0, 1]
-
-
+@TWO.gives([(True, [3, 4], 1.5)] * 2, [(True, [3, 4], 2)] * 2)
 def sums_of_fp8():
+    """From Hopper on; copied they are everywhere."""
     rank, sums = dist.get_rank(), []
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         numbers = torch.tensor([1.0 + rank, 2.0], device="cuda").to(dtype)
@@ -263,11 +261,6 @@ def sums_of_fp8():
         dist.all_reduce(numbers)
         sums.append((numbers.dtype is dtype, numbers.tolist(), part.item()))
     return sums
-
-
-def test_sums_of_fp8(on_gpus):
-    """From Hopper on; copied they are everywhere."""
-    assert on_gpus(sums_of_fp8, like="H100") == [[(True, [3, 4], 1.5)] * 2, [(True, [3, 4], 2)] * 2]
 
 
 def test_one_rank_alone(alone):
@@ -288,8 +281,9 @@ def test_one_rank_alone(alone):
 SIZE = 1 << 19  # so many that gloo is still busy when the next one comes
 
 
-def in_a_row():
-    """What two collectives in a row of one tensor make of rank + 1; and whether the second read what the first made."""
+@TWO.gives(([[6.0], [3.0], [4.0], [1.5], [2.0, 4.0], [3.0]], [1.0, 2.0]))
+def collectives_of_one_tensor():
+    """What two in a row make of rank + 1, and whether the second read what the first made: gloo ran both at once, on the same memory."""
     rank, found = dist.get_rank(), []
 
     def full(n=SIZE):
@@ -314,13 +308,10 @@ def in_a_row():
     return found, received[:: SIZE // 2].tolist()
 
 
-def test_collectives_of_one_tensor_run_one_after_the_other(on_gpus):
-    """Gloo ran both at once, on the same memory."""
-    expected = [[6.0], [3.0], [4.0], [1.5], [2.0, 4.0], [3.0]]
-    assert on_gpus(in_a_row) == [(expected, [1.0, 2.0])] * 2
-
-
-def used_without_waiting():
+@TWO.gives(({3.0, 4.0}, True, [2.0], True))
+def kernels_read_what_a_collective_brings_even_if_nobody_waits():
+    """A race, which gave one or the other number, and an average that was still a sum."""
+    begin = torch.cuda.memory_allocated()
     x, y, z = (torch.full((SIZE,), dist.get_rank() + 1.0, device="cuda") for _ in range(3))
     works = [dist.all_reduce(x, dist.ReduceOp.AVG, async_op=True)]
     doubled = x * 2
@@ -330,7 +321,7 @@ def used_without_waiting():
     found = set(z.tolist()) | set(y.tolist()) | set(doubled.tolist())
     for work in works:
         work.wait()
-    held = torch.cuda.memory_allocated() == sum(held.nbytes for held in (x, y, z, doubled))
+    held = torch.cuda.memory_allocated() - begin == sum(held.nbytes for held in (x, y, z, doubled))
     q, s = torch.zeros(1, 4, 1024, 64, device="cuda"), torch.ones(2, 4, 1024, 64, device="cuda")
     works = [dist.reduce_scatter_tensor(q.view(-1), s.view(-1), async_op=True)]
     attended = nn.functional.scaled_dot_product_attention(q, q, q).unique().tolist()
@@ -342,6 +333,4 @@ def used_without_waiting():
     return found, held, attended, torch.equal(before, cell(x)[0])
 
 
-def test_a_kernel_reads_what_a_collective_brings_even_if_nobody_waits(on_gpus):
-    """A race, which gave one or the other number, and an average that was still a sum."""
-    assert on_gpus(used_without_waiting) == [({3.0, 4.0}, True, [2.0], True)] * 2
+test_three_ranks, test_two_ranks = THREE.test(), TWO.test()

@@ -9,7 +9,8 @@ from torch import nn
 
 import virtualgpu
 from tests.virtualgpu.distributed.conftest import started
-from virtualgpu.distributed import rank_config
+from tests.virtualgpu.distributed.test_weights import uneven_inputs
+from virtualgpu.distributed.topology import RankConfig
 from virtualgpu.engine.machine import CONTEXT
 from virtualgpu.run.ranks import launch
 
@@ -150,13 +151,13 @@ def fsdp1() -> tuple:
     return peak, {name: values["exp_avg"].shape for name, values in state.items()}
 
 
-def fsdp2() -> dict[str, int]:
-    """Bytes of this rank's GPU: after sharding, at the peak of a step, after it."""
+def fsdp2() -> tuple[dict[str, int], list]:
+    """Bytes of this rank's GPU: after sharding, at the peak of a step, after it; and what its kernels and collectives are, and how long."""
     from torch.distributed.fsdp import fully_shard
 
     # a product's own memory is no concern here, and PyTorch before 2.15 keeps it
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
-    with here():
+    with pytest.MonkeyPatch.context() as patch, virtualgpu.recording() as spans, here():
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
         model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)])
         for layer in (*model, model):
             fully_shard(layer)
@@ -170,7 +171,9 @@ def fsdp2() -> dict[str, int]:
             optimizer.step()
             after = torch.cuda.memory_allocated()
             optimizer.zero_grad()
-    return {"sharded": begin, "peak": peak, "after": after, "idle": torch.cuda.memory_allocated()}
+        torch.cuda.synchronize()
+    held = {"sharded": begin, "peak": peak, "after": after, "idle": torch.cuda.memory_allocated()}
+    return held, [(span.kind, span.name, round((span.end - span.start) * 1e12)) for span in spans]
 
 
 SAME = {case.__name__: case for case in (fsdp2, counts, measured, sent, a_moment, objects, synced_batch_norm, fsdp1)}
@@ -188,16 +191,21 @@ def test_a_dry_run_tells_what_a_run_with_numbers_tells(both, case):
     assert with_numbers == dry
 
 
-def test_shards_take_sixteen_bytes_a_parameter_over_the_ranks(on_gpus):
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_rank_alone_tells_what_all_tell(on_gpus, n):
+    """And shards take sixteen bytes a parameter over the ranks."""
+    ranks = on_gpus(fsdp2, n=n, dry=True)
+    virtualgpu.reset()
+    with virtualgpu.dry_run(like="T4", world_size=n):
+        dist.init_process_group("nccl")
+        assert fsdp2() == ranks[0]
+    held, _ = ranks[0]
+    assert all(rank[0] == held for rank in ranks)
     parameters, layer = 8 << 20, 4 << 20
-    for n in (1, 2, 4):
-        ranks = on_gpus(fsdp2, n=n, dry=True)
-        assert all(rank == ranks[0] for rank in ranks)
-        held = ranks[0]
-        for when, each in (("sharded", 4), ("after", 16), ("idle", 12)):
-            assert 0 <= held[when] - each * parameters // n < 64 << 10  # inputs, steps' counters
-        if n > 1:  # two layers gathered and their gradients, beside the shards
-            assert 16 * parameters // n + layer < held["peak"] < 16 * parameters // n + 7 * layer
+    for when, each in (("sharded", 4), ("after", 16), ("idle", 12)):
+        assert 0 <= held[when] - each * parameters // n < 64 << 10  # inputs, steps' counters
+    if n > 1:  # two layers gathered and their gradients, beside the shards
+        assert 16 * parameters // n + layer < held["peak"] < 16 * parameters // n + 7 * layer
 
 
 # -- what is not known
@@ -266,12 +274,13 @@ def mean_of_all() -> list:
 
 
 def test_what_is_not_known_or_not_carried():
-    found = started({"unknown": unknown, "refused": refused, "mean": mean_of_all}, dry=True)
+    found = started({"unknown": unknown, "refused": refused, "mean": mean_of_all, "join": uneven_inputs}, dry=True)
     (*zero, sends), (*one, receives) = found["unknown"]
     assert zero == one == ["nan", "nan", "[0]", "[0, 0]", *5 * ["nan"]]
     assert (sends, receives) == ("[1.0, 1.0]", "[nan, nan]")
     assert found["refused"] == 2 * [["nan", "nan"]]
     assert found["mean"] == [[7, True, True]] * 2
+    assert [len(rank) for rank in found["join"]] == [2, 2]  # of which ranks are counted, so that it ends
 
 
 # -- one process that plays one rank of many
@@ -292,51 +301,23 @@ def test_a_rank_that_is_played_alone_takes_the_others_to_be_like_it(rank, length
         assert times[15:] == [[mine, mine], [0.5, 8], 2, mine, [mine, mine], [0.5, 8], [0.5, 8]]
 
 
-def sharded_step() -> tuple[dict[str, int], list]:
-    """Bytes, and spans, of a step of FSDP2."""
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).to(here())
-    for layer in (*model, model):
-        fully_shard(layer)
-    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-    with virtualgpu.recording() as spans:
-        for _ in range(2):
-            model(torch.randn(64, 1024, device=here())).sum().backward()
-            optimizer.step()
-        torch.cuda.synchronize()
-    assert dist.get_backend() in ("nccl", "cpu:gloo,cuda:nccl")
-    lengths = [(span.kind, span.name, round((span.end - span.start) * 1e12)) for span in spans]
-    return {"peak": torch.cuda.max_memory_allocated(), "held": torch.cuda.memory_allocated()}, lengths
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_it_tells_what_all_ranks_tell(on_gpus, n):
-    ranks = on_gpus(sharded_step, n=n, dry=True)
-    virtualgpu.reset()
-    with virtualgpu.dry_run(like="T4", world_size=n):
-        dist.init_process_group("nccl")
-        assert sharded_step() == ranks[0]
-    assert all(rank[0] == ranks[0][0] for rank in ranks)
-
-
 def test_a_model_over_hundreds_of_ranks(without_workspaces):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    before = {name: os.environ.get(name) for name in rank_config.make(1).environ}
+    before = {name: os.environ.get(name) for name in RankConfig(1).environ}
     held = {}
     for world in (8, 512):
         with virtualgpu.dry_run(world_size=world, rank=5):
             dist.init_process_group("nccl")
             assert (dist.get_rank(), dist.get_world_size(), torch.cuda.device_count()) == (5, world, 1)
-            held[world], spans = sharded_step()
+            held[world], spans = fsdp2()
             held[world]["gather"] = next(length for kind, _, length in spans if kind == "communication")
-    assert held[8]["held"] > 60 * held[512]["held"]
+    assert held[8]["after"] > 50 * held[512]["after"]
     assert held[512]["gather"] > 5 * held[8]["gather"]  # 64 nodes instead of one
     with virtualgpu.dry_run(
         world_size=64, rank=63
-    ):  # replicated, sharded and by tensor: what it holds, and whom it talks to
+    ):  # replicated, sharded and by tensor: what it holds, whom it talks to
         dist.init_process_group("nccl")
         mesh = dist.init_device_mesh("cuda", (4, 8, 2), mesh_dim_names=("replicate", "shard", "tp"))
         block = nn.Sequential(nn.Linear(1024, 4096, bias=False), nn.ReLU(), nn.Linear(4096, 1024, bias=False)).cuda()

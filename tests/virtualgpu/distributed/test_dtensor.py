@@ -1,6 +1,8 @@
 """DTensor on virtual GPUs: random numbers, checkpoints, shards of another dimension, a sequence in parts; and SyncBatchNorm."""
 
 import itertools
+import shutil
+import tempfile
 
 import pytest
 import torch
@@ -9,9 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import virtualgpu
-from virtualgpu.run.ranks import launch
+from tests.virtualgpu.distributed.conftest import Rows
+
+TWO, DRY = Rows(), Rows(dry=True)
 
 
+@TWO.row
 def random_numbers():
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, rand
 
@@ -24,12 +29,17 @@ def random_numbers():
     return [value.tolist() for value in found], torch.cuda.get_rng_state().tolist()
 
 
-def test_shards_draw_different_numbers_and_replicas_the_same(on_gpus):
-    (zero, state), (one, same) = on_gpus(random_numbers)
+@TWO.row
+def random_numbers_again():
+    return random_numbers()
+
+
+def test_shards_draw_different_numbers_and_replicas_the_same():
+    (zero, state), (one, same) = TWO[random_numbers]
     assert zero == one and state == same
     whole, _, dropped, _ = zero
     assert whole[:2] != whole[2:] and dropped[:32] != dropped[32:]
-    assert on_gpus(random_numbers)[0][0] == zero
+    assert TWO[random_numbers_again][0][0] == zero
 
 
 def another_dimension(alone):
@@ -50,20 +60,27 @@ def another_dimension(alone):
     return str(part.device), lasted, part.tolist(), rows.grad.to_local().tolist()
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_shards_of_another_dimension(on_gpus, alone):
+@TWO.row
+@DRY.row
+def both_ways():
+    return [another_dimension(alone) for alone in (True, False)]
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_shards_of_another_dimension(way):
     """Which sent the CPU's tensor by gloo, in no time, or had nobody to send it."""
     whole = torch.arange(24.0).view(2, 4, 3)
-    for rank, (device, lasted, part, gradient) in enumerate(on_gpus(another_dimension, alone)):
+    for rank, (device, lasted, part, gradient) in enumerate(ways[way] for ways in TWO[both_ways]):
         assert device == f"cuda:{rank}" and part == whole[:, 2 * rank : 2 * rank + 2].tolist()
         assert gradient == whole[rank : rank + 1].tolist()
         assert lasted > 10e-6  # a collective's latency
-    with virtualgpu.dry_run():
-        dry = launch(another_dimension, alone, nprocs=2)
-    assert [one[:2] for one in dry] == [(f"cuda:{rank}", pytest.approx(lasted, rel=1e-6)) for rank in range(2)]
+    dry = [ways[way][:2] for ways in DRY[both_ways]]
+    assert dry == [(f"cuda:{rank}", pytest.approx(lasted, rel=1e-6)) for rank in range(2)]
 
 
+@TWO.gives(({"cpu"}, True, [2.0, 2.0], torch.float16))
 def copied_to_the_cpu():
+    """`.to("cpu")` was the DTensor itself, and a checkpoint's buffers took the place of an optimizer's state."""
     from torch.distributed import _state_dict_utils as staging
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -77,11 +94,6 @@ def copied_to_the_cpu():
     gradient = held.grad.to_local()
     same = held.device == held.to_local().device == gradient.device == here
     return places, same, gradient.tolist(), copies[2].to_local().dtype
-
-
-def test_a_copy_on_the_cpu_leaves_the_shards_where_they_are(on_gpus):
-    """`.to("cpu")` was the DTensor itself, and a checkpoint's buffers took the place of an optimizer's state."""
-    assert on_gpus(copied_to_the_cpu) == [({"cpu"}, True, [2.0, 2.0], torch.float16)] * 2
 
 
 # -- checkpoints of FSDP2: what is loaded is what was saved, whatever was learned while another thread or process wrote
@@ -110,12 +122,15 @@ def values(states) -> list:
     return [(v.full_tensor() if hasattr(v, "full_tensor") else v).tolist() for v in (*model.values(), *moments)]
 
 
-def saved_and_loaded(folder, kind):
+def saved_and_loaded(kind):
     """kind: who writes."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+    box = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(box, 0)
+    folder = box[0]
     model, optimizer = model_and_optimizer()
     learn(model, optimizer)
     states = get_state_dict(model, optimizer)
@@ -133,19 +148,22 @@ def saved_and_loaded(folder, kind):
     set_state_dict(other, its_optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     loaded = get_state_dict(other, its_optimizer)
     where = {parameter.to_local().device.index for parameter in loaded[0].values()}
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
     return changed, values(loaded) == before, where, next(iter(loaded[0].values())).data_ptr()
 
 
-@pytest.mark.parametrize("kind", ["itself", "thread", "process"])
-def test_a_checkpoint_loads_back(on_gpus, tmp_path, kind):
-    assert on_gpus(saved_and_loaded, str(tmp_path), kind) == [(True, True, {rank}, 0) for rank in (0, 1)]
+@TWO.gives([(True, True, {0}, 0)] * 3, [(True, True, {1}, 0)] * 3)
+def checkpoints():
+    return [saved_and_loaded(kind) for kind in ("itself", "thread", "process")]
 
 
 # -- SyncBatchNorm, also beside a group of gloo
 
 
-def batch_norm():
-    """Differences from a plain one of all ranks' rows; and its peak and time."""
+@TWO.gives((True, True, [3, 3, 3], [3, 3, 3], True))
+def synchronized_batch_norm_and_gloo():
+    """Does it differ from a plain one of all ranks' rows?"""
     rank = dist.get_rank()
     device = torch.device("cuda", rank)
     torch.manual_seed(rank)
@@ -164,13 +182,7 @@ def batch_norm():
     total, cpu = torch.full((3,), 1.0 + rank, device=device), torch.full((3,), 1.0 + rank)
     dist.all_reduce(total, group=gloo)
     dist.all_reduce(cpu, group=gloo)
-    return difference.item(), gradient.item(), total.tolist(), cpu.tolist(), str(total.device)
-
-
-def test_synchronized_batch_norm_and_gloo(on_gpus):
-    for rank, (difference, gradient, total, cpu, device) in enumerate(on_gpus(batch_norm)):
-        assert difference < 1e-5 and gradient < 1e-4
-        assert total == cpu == [3, 3, 3] and device == f"cuda:{rank}"
+    return difference.item() < 1e-5, gradient.item() < 1e-4, total.tolist(), cpu.tolist(), total.device == device
 
 
 # -- context_parallel: each rank has a part of the sequence, and keys and values go around the ring
@@ -211,3 +223,6 @@ def test_where_no_fused_kernel_may_run_it_is_refused(on_gpus):
     """A T4 takes bfloat16 by plain operations, of which context_parallel knows nothing: a part would look at itself alone."""
     with pytest.raises(RuntimeError, match="context_parallel splits the fused kernels"):
         on_gpus(ring, torch.bfloat16, True)
+
+
+test_two_ranks = TWO.test()

@@ -17,7 +17,7 @@ import virtualgpu
 from tests.processes import ranks
 from virtualgpu import session
 from virtualgpu.distributed import transport
-from virtualgpu.distributed.process_group import Communicators
+from virtualgpu.distributed.operations import Communicators
 from virtualgpu.distributed.shared_clock import LEFT, RAISED
 from virtualgpu.run.ranks import WorkerError
 

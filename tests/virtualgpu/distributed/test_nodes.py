@@ -17,11 +17,11 @@ from virtualgpu.timing import nccl
 LARGE = 8 << 20
 
 
-def layout(environs: list[dict], gpus, count: int, gpus_per_node=None, network=None) -> Layout:
-    """Of ranks with these variables, each with one of a machine's T4s."""
+def layout(environs: list[dict], gpus, count: int, gpus_per_node=None, network=None, like="T4") -> Layout:
+    """Of ranks with these variables, each with one of a machine's GPUs."""
     its = settings.find_settings(count, gpus_per_node, network)
     machine = SimpleNamespace(specs=[None] * count, ledger=None, settings=its)
-    ranks = [SimpleNamespace(physical=gpu, spec=find_spec("T4")) for gpu in gpus]
+    ranks = [SimpleNamespace(physical=gpu, spec=find_spec(like)) for gpu in gpus]
     wheres = [Where.of(machine, gpu, environ) for gpu, environ in zip(ranks, environs, strict=True)]
     return Layout([Where.of_json(where.as_json()) for where in wheres])
 
@@ -95,20 +95,17 @@ def test_nodes_of_one_machine(capfd, monkeypatch):
     assert across == pytest.approx(nccl.seconds("p2p", LARGE, 2, fabric, 2)) and across > 1.1 * inside
 
 
-def test_nvlink_and_without_peer_to_peer(on_gpus, monkeypatch):
+def test_nvlink_and_without_peer_to_peer():
     """What Hugging Face measured (transformers, perf_train_gpu_many): 2 TITAN RTX with their bridge, and NCCL_P2P_DISABLE=1."""
-    bridged = find_spec("TITAN RTX NVLink")
-
-    def expected(*how):
-        fabric = Fabric.of(bridged, *how)
-        return [pytest.approx(nccl.seconds(kind, LARGE, 2, fabric)) for kind in ("all_reduce", "p2p")]
-
-    zero, one = on_gpus(timed, like="TITAN RTX NVLink")
-    assert [seconds for _, seconds in zero] == [seconds for _, seconds in one] == expected()
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    with_bridge, without = on_gpus(timed, like="TITAN RTX NVLink"), on_gpus(timed, like="TITAN RTX")
-    assert with_bridge == without
-    assert [seconds for _, seconds in without[0]] == expected(None, "LOC")
+    bridged, disabled = find_spec("TITAN RTX NVLink"), {"NCCL_P2P_DISABLE": "1"}
+    for environ, like, how in (
+        ({}, "TITAN RTX NVLink", ()),
+        (disabled, "TITAN RTX NVLink", (None, "LOC")),
+        (disabled, "TITAN RTX", (None, "LOC")),
+    ):
+        found = layout([environ] * 2, range(2), 2, like=like)
+        for kind in ("all_reduce", "p2p"):
+            assert found.seconds(kind, LARGE) == nccl.seconds(kind, LARGE, 2, Fabric.of(bridged, *how))
 
 
 def gather() -> float:

@@ -11,20 +11,17 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.distributed.pipelining import stage as stages_of_torch
 
 import virtualgpu
-from tests.virtualgpu.distributed.conftest import started
+from tests.virtualgpu.distributed.conftest import Rows, started
 
 WIDTH, BATCH, MICRO_BATCHES = 64, 16, 4
 SCHEDULES = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 # Schedules keep and wait differently from version to version: these figures are those of the newest
 OF_2_15 = pytest.mark.skipif(torch.__version__ < "2.15", reason="figures of PyTorch 2.15's schedules")
 WITH_CUDA = pytest.mark.skipif(torch.version.cuda is None, reason="a wheel without CUDA: refused in a sentence")
+THREE = Rows(3)
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the last rank has the two stages in the middle, the first one both ends
-RANKS, ROWS, LARGE, EACH = (
-    4,
-    2048,
-    8192,
-    4,
-)  # micro-batches and layers whose kernels last long beside launch and message
+# Micro-batches and layers whose kernels last long beside launch and message
+RANKS, ROWS, LARGE, EACH = 4, 2048, 8192, 4
 
 
 def layers(count: int, width: int) -> list[nn.Module]:
@@ -280,9 +277,19 @@ def traced(where: str):
     return {name: p.grad.cpu() for name, p in part.named_parameters() if p.grad is not None}, [v.item() for v in losses]
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=WITH_CUDA)])
-def test_a_traced_pipeline_with_skip_connections(on_gpus, where):
-    ranks = on_gpus(traced, where, n=3)
+@THREE.row
+def traced_on_cpu():
+    return traced("cpu")
+
+
+@THREE.row
+def traced_on_cuda():
+    return traced("cuda")
+
+
+@pytest.mark.parametrize("where", [traced_on_cpu, pytest.param(traced_on_cuda, marks=WITH_CUDA)])
+def test_a_traced_pipeline_with_skip_connections(where):
+    ranks = THREE[where]
     torch.manual_seed(0)
     model, (x, y), losses = Skips(), tokens_and_targets(), []
     for inputs, targets in zip(x.chunk(MICRO_BATCHES), y.chunk(MICRO_BATCHES), strict=True):

@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 import virtualgpu
+from tests.virtualgpu.distributed.conftest import Rows
 from virtualgpu.run.ranks import WorkerError
+
+TWO, DRY, THREE = Rows(), Rows(dry=True), Rows(3)
 
 # -- one rank
 
@@ -108,6 +111,7 @@ def test_ranks_that_are_threads():
     assert found == {number: (number, [3, 3], number, [1, 1]) for number in range(2)}
 
 
+@TWO.row
 def two_on_one_gpu() -> list[str]:
     torch.cuda.set_device(0)
     dist.barrier()  # on the GPU of the rank's number, as ProcessGroupNCCL guesses
@@ -126,8 +130,8 @@ def two_on_one_gpu() -> list[str]:
     return found
 
 
-def test_nccl_takes_one_gpu_for_each_rank(on_gpus):
-    for message, again, *mended in on_gpus(two_on_one_gpu):
+def test_nccl_takes_one_gpu_for_each_rank():
+    for message, again, *mended in TWO[two_on_one_gpu]:
         assert "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 00000000:01:00.0" in message
         assert "torch.cuda.set_device" in message
         assert again == message and mended == [2.0, 2.0]  # a second communicator, once the cause is gone
@@ -173,6 +177,8 @@ UNLIKE = [  # what a rank calls with 4 numbers x and, y, 4 or 6 of them; what ra
 ]  # fmt: skip
 
 
+@DRY.row
+@TWO.row
 def all_unlike() -> list[str]:
     rank, found = dist.get_rank(), []
     x = torch.ones(4, device=f"cuda:{rank}")
@@ -189,9 +195,9 @@ def all_unlike() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("dry", [False, True])
-def test_ranks_that_call_unlike_collectives_are_named(on_gpus, dry):
-    zero, one = on_gpus(all_unlike, dry=dry)
+@pytest.mark.parametrize("ranks", [TWO, DRY], ids=["with numbers", "dry"])
+def test_ranks_that_call_unlike_collectives_are_named(ranks):
+    zero, one = ranks[all_unlike]
     for (call, first, second), here, there in zip(UNLIKE, zero, one, strict=True):
         assert f"rank 0 came to {first} where rank 1 came to {second}" in here
         assert "rank 1 came to " in there and "where rank 0 came to " in there
@@ -199,6 +205,7 @@ def test_ranks_that_call_unlike_collectives_are_named(on_gpus, dry):
             assert first in there and second.removesuffix(" in other sizes or dtypes") in there
 
 
+@TWO.row
 def uneven() -> list:
     """What PyTorch lets differ between ranks."""
     rank = dist.get_rank()
@@ -217,8 +224,8 @@ def uneven() -> list:
     return [x.flatten().tolist() for x in (shaped, *parts, taken, mine, *outputs)]
 
 
-def test_what_may_differ(on_gpus):
-    zero, one = on_gpus(uneven)
+def test_what_may_differ():
+    zero, one = TWO[uneven]
     for found, taken, mine in ((zero, [0, 1, 1, 1], [2, 2]), (one, [0, 0, 1, 1], [2, 2, 2])):
         assert found[:3] == [[2] * 6, [0, 0], [1, 1, 1]]
         assert found[3] == found[5] + found[6] == taken and found[4] == mine
@@ -362,19 +369,30 @@ def around(ways: list[str], count: int, warm: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("expected", "count", "warm"), [(COLD, SMALL, False), (WARM, SMALL, True), (BIG, LARGE, True)])
-def test_messages_that_wait_for_each_other_are_told_at_once(on_gpus, expected, count, warm):
+@TWO.row
+def rings():
+    return [around(list(expected), count, warm) for expected, count, warm in RINGS]
+
+
+RINGS = [(COLD, SMALL, False), (WARM, SMALL, True), (BIG, LARGE, True)]
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_messages_that_wait_for_each_other_are_told_at_once(which):
     """And those that NCCL's buffer has room for go through."""
-    for rank, results in enumerate(on_gpus(around, list(expected), count, warm, timeout=60)):
-        for (way, message), found in zip(expected.items(), results, strict=True):
+    expected, count, _ = RINGS[which]
+    for rank, results in enumerate(TWO[rings]):
+        for (way, message), found in zip(expected.items(), results[which], strict=True):
             on, size = (r" on stream \d+" if way == "on a stream" else ""), f"{4 * count:,}"
             message = message.format(size=size if way != "as objects" else 8, on=on) or f"^from {1 - rank}$"
             assert re.search(message, found), (way, found)
 
 
-@pytest.mark.parametrize(
-    ("warm", "message"), [(False, "ranks 0, 1, 2 send first, and NCCL would hang"), (True, "from ")]
-)
-def test_a_ring_of_three_that_send_first(on_gpus, warm, message):
-    for (found,) in on_gpus(around, ["send first"], SMALL, warm, n=3, timeout=60):
-        assert message in found
+@THREE.row
+def rings_of_three():
+    return [around(["send first"], SMALL, warm)[0] for warm in (False, True)]
+
+
+def test_a_ring_of_three_that_send_first():
+    for cold, warm in THREE[rings_of_three]:
+        assert "ranks 0, 1, 2 send first, and NCCL would hang" in cold and "from " in warm

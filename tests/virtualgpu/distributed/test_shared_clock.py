@@ -47,7 +47,7 @@ def test_what_a_rank_wrote_is_read_also_when_it_has_ended(tmp_path):
     assert second.batch_of(0, RECV, 1, 0, *soon()) == 2
     read = second.batches[0]
     assert [message.nbytes for message in read[0].messages] == list(range(200)) and read[0].issued == 1.5
-    assert read[2].messages[1].index == 201 and len(read) == 3
+    assert read[2].messages[1].nth == 201 and len(read) == 3
     with pytest.raises(RankEnded):
         second.batch_of(0, SEND, 1, 202, *soon(20))
 

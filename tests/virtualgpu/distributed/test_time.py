@@ -1,5 +1,6 @@
 """The clocks of several ranks: when collectives begin, what they cost, what kernels hide; the same in every run, and without numbers."""
 
+import functools
 import random
 import threading
 import time
@@ -10,23 +11,26 @@ import torch.distributed as dist
 from torch import nn
 
 import virtualgpu
-from tests.virtualgpu.distributed.conftest import started
+from tests.virtualgpu.distributed.conftest import Rows, started
 from virtualgpu.engine.machine import GAP
 from virtualgpu.hardware.machine import Fabric
 from virtualgpu.monitor import VirtualSource
 from virtualgpu.timing import nccl
 
+TWO, DRY = Rows(), Rows(dry=True)
+
 
 def spans_of(program):
     """What this rank's GPU did, with the real processes held up at random."""
 
-    def run(*args):
+    @functools.wraps(program)
+    def run():
         threading.Event().wait(random.random() / 20)  # time.sleep would pass on the simulated clock
         dist.barrier()
         torch.cuda.synchronize()
         start = virtualgpu.machine().clock.host
         with virtualgpu.recording() as spans:
-            program(*args)
+            program()
             torch.cuda.synchronize()
         return [(s.kind, s.name, round(s.start - start, 12), round(s.end - start, 12), s.stream) for s in spans]
 
@@ -37,6 +41,7 @@ def communication(spans, kind: str = "") -> list[tuple]:
     return [span for span in spans if span[0] == "communication" and span[1].startswith(kind)]
 
 
+@DRY.row
 def uneven_ranks():
     """What this rank's GPU came to: (busy, computing, time), how it waited: [(name, start, end), ...], and what a source reads:
     (utilization, computing)."""
@@ -54,9 +59,9 @@ def uneven_ranks():
     return clock.busy[rank] - before, clock.computing[rank] - computing, clock.host - start, waits, source.read()[rank]
 
 
-def test_a_gpu_that_waits_in_a_collective_is_busy(on_gpus):
+def test_a_gpu_that_waits_in_a_collective_is_busy():
     """As nvidia-smi and NVML count NCCL's kernels; computing is the other figure."""
-    zero, one = on_gpus(uneven_ranks, dry=True)
+    zero, one = DRY[uneven_ranks]
     for busy, computing, seconds, _, read in (zero, one):
         assert 0.97 * seconds < busy <= seconds and computing < busy
         shares = [100 * part / seconds for part in (busy, computing)]
@@ -66,6 +71,8 @@ def test_a_gpu_that_waits_in_a_collective_is_busy(on_gpus):
     assert name == "all_reduce 15.26 MiB (waiting)" and end - start > 0.5 * zero[2] and not one[3]
 
 
+@DRY.row
+@spans_of
 def kernels_beside():
     x = torch.ones(4000, 4000, device=f"cuda:{dist.get_rank()}")
     early = dist.all_reduce(torch.ones(1 << 22, device=x.device), async_op=True)
@@ -75,19 +82,21 @@ def kernels_beside():
     torch.relu(x)
 
 
-def test_kernels_beside_a_collective_do_without_its_processors(on_gpus):
+def test_kernels_beside_a_collective_do_without_its_processors():
     """A channel of NCCL holds one of the 40 multiprocessors of a T4; it opens two there."""
-    zero, one = on_gpus(spans_of(kernels_beside), dry=True)
+    zero, one = DRY[kernels_beside]
     (collective,) = communication(zero)
     last, after = [span for span in zero if span[1] == "mm"][-1], next(span for span in zero if span[1] == "relu")
     assert collective[3] < last[3]
     assert after[2] - last[3] - GAP == pytest.approx((collective[3] - collective[2]) * 2 / 40, rel=1e-3) and zero == one
 
 
-def uneven_work(kernels: int):
+@TWO.row
+@spans_of
+def uneven_work():
     rank = dist.get_rank()
     x = torch.ones(1000, 1000, device=f"cuda:{rank}")
-    for _ in range(kernels * (1 + rank)):
+    for _ in range(5 * (1 + rank)):
         x = x @ x
         x.zero_()
     dist.all_reduce(x)
@@ -97,8 +106,8 @@ def uneven_work(kernels: int):
     x @ x
 
 
-def test_a_collective_begins_when_the_last_rank_has_come(on_gpus):
-    zero, one = on_gpus(spans_of(uneven_work), 5)
+def test_a_collective_begins_when_the_last_rank_has_come():
+    zero, one = TWO[uneven_work]
     (_, name, begin, end, stream), (*_, second_begin, second_end, other) = communication(zero)
     assert communication(zero) == communication(one)
     assert name == "all_reduce 3.815 MiB" and stream == 0 and other != 0
@@ -112,6 +121,7 @@ def test_a_collective_begins_when_the_last_rank_has_come(on_gpus):
     assert after[2] >= second_end  # and what comes after wait() after it
 
 
+@TWO.gives(pytest.approx(0.05, abs=1e-3))
 def late_rank():
     """Simulated seconds that this rank needs for an all_reduce, where rank 1 sleeps before it."""
     clock, x = virtualgpu.machine().clock, torch.ones(10, device=f"cuda:{dist.get_rank()}")
@@ -125,13 +135,13 @@ def late_rank():
     return clock.host - start
 
 
-def test_all_wait_for_a_rank_that_sleeps(on_gpus):
-    assert on_gpus(late_rank) == [pytest.approx(0.05, abs=1e-3)] * 2
+test_two_ranks = TWO.test()
 
 
 # -- steps of DDP and of FSDP2
 
 
+@spans_of
 def ddp_steps():
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -143,6 +153,7 @@ def ddp_steps():
         optimizer.step()
 
 
+@spans_of
 def fsdp_steps():
     from torch.distributed.fsdp import fully_shard
 
@@ -157,7 +168,7 @@ def fsdp_steps():
         optimizer.zero_grad()
 
 
-STEPS = {"ddp": spans_of(ddp_steps), "fsdp": spans_of(fsdp_steps)}
+STEPS = {"ddp": ddp_steps, "fsdp": fsdp_steps}
 
 
 @pytest.fixture(scope="module")

@@ -299,15 +299,3 @@ def test_weights_equal_those_of_cpus_and_gloo(both, name):
     on_gpus, on_cpus = (found[name] for found in both)
     assert not [error for error in (*on_gpus, *on_cpus) if isinstance(error, str)]
     assert on_gpus == on_cpus
-
-
-def uneven_dry():
-    import virtualgpu
-
-    with virtualgpu.dry_run():
-        return len(uneven_inputs())
-
-
-def test_uneven_inputs_end_in_a_dry_run(on_gpus):
-    """Ranks are counted there, too."""
-    assert on_gpus(uneven_dry) == [2, 2]

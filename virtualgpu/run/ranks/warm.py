@@ -19,7 +19,7 @@ try:
     with contextlib.suppress(ImportError):  # not installed; or PyTorch without torch.distributed
         import cloudpickle  # noqa: F401
 
-        from virtualgpu.distributed import dtensor, objects, parallel, process_group  # noqa: F401
+        from virtualgpu.distributed import dtensor, operations, parallel  # noqa: F401
 finally:
     gc.enable()
 gc.freeze()
