@@ -15,7 +15,7 @@ from virtualgpu import _compat
 from virtualgpu.engine import half_precision, rng, values
 from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.half_precision import HALVES
-from virtualgpu.engine.operations import wrong_device
+from virtualgpu.engine.placement import wrong_device
 from virtualgpu.engine.rng import Plain
 from virtualgpu.engine.storage import Allocation, gpu_of, tensors_of
 from virtualgpu.engine.timing import Kernel

@@ -9,9 +9,10 @@ import functools
 import torch
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import dry_run, values
+from virtualgpu.engine import meta_kernels, values
+from virtualgpu.engine.frames import MadeByCpp
 from virtualgpu.engine.half_precision import exact
-from virtualgpu.engine.storage import PLAIN_TYPES, MadeByCpp, allocation_of, gpu_of, is_plain, label
+from virtualgpu.engine.storage import PLAIN_TYPES, allocation_of, gpu_of, is_plain, label
 
 # -- Batch norm of half precision, whose figures a GPU keeps in single precision.
 #
@@ -239,7 +240,7 @@ def install() -> None:
     for name, kernel in RMS_NORM.items():  # the CPU's tensors, too, as PyTorch has it
         _compat.add_kernel(name, "CPU", kernel)
         _compat.add_kernel(name, "Meta", kernel)
-    for name, kernel in dry_run.KERNELS.items():
+    for name, kernel in meta_kernels.KERNELS.items():
         _compat.add_kernel(name, "Meta", kernel)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from virtualgpu import _compat, errors
 from virtualgpu.engine import cuda_checks
 from virtualgpu.engine.half_precision import HALVES
-from virtualgpu.engine.host_waits import MASKS
-from virtualgpu.engine.operations import Operation, type_name
+from virtualgpu.engine.operations import MASKS, Operation
+from virtualgpu.engine.placement import type_name
 from virtualgpu.engine.storage import reach
 
 ERRORS = (RuntimeError, IndexError, TypeError, ValueError)  # NotImplementedError is one of the first

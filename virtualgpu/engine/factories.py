@@ -7,13 +7,11 @@ from torch import Tensor
 
 from virtualgpu import _compat
 from virtualgpu.engine import values
-from virtualgpu.engine.dry_run import DryRun, is_on_meta, put_on_meta
-from virtualgpu.engine.eager import Eager
+from virtualgpu.engine.dry_run import is_on_meta, put_on_meta
+from virtualgpu.engine.frames import MadeByCpp
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import EMPTY, Operation
-from virtualgpu.engine.placement import Placement, place_output
-from virtualgpu.engine.storage import Allocation, MadeByCpp, gpu_of, is_pinned, label, made_by_cpp, pin
-from virtualgpu.engine.timing import Timing
+from virtualgpu.engine.storage import Allocation, gpu_of, is_pinned, label, made_by_cpp, pin, place_output
 from virtualgpu.timing.memory_bound import ELEMENTWISE
 
 # -- Copies from one place to another: what they send, and what they need on a GPU beside (aten/src/ATen/native/cuda/Copy.cu).
@@ -48,7 +46,11 @@ def charge(machine: Machine, target: Tensor, source: Tensor, places: tuple, non_
     """The time and the memory of target.copy_(source). places: the GPU of the target and that of the source, None for the host, and not the same.
     pinned: is the host's memory? Raises torch.OutOfMemoryError."""
     to, came = places
-    if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (target, source)):
+    if target.is_nested:
+        raise NotImplementedError(
+            "nested tensors of the strided layout are not modelled by virtual GPUs. Use layout=torch.jagged"
+        )
+    if any(tensor.layout is not torch.strided for tensor in (target, source)):
         machine.charge_copy(came, to, source.numel() * source.element_size(), non_blocking, pinned)
         return
     if to is not None and came is not None and came.spec.peer_access and to.spec.peer_access:
@@ -87,8 +89,10 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 class Factories:
     """Makes tensors on the GPUs of one machine, or on the CPU."""
 
-    def __init__(self, machine: Machine, dry: DryRun, eager: Eager, timing: Timing, placement: Placement):
-        self.machine, self.dry, self.eager, self.timing, self.placement = machine, dry, eager, timing, placement
+    def __init__(self, dispatch):
+        """dispatch: the thread's `Dispatch`, which hands such operations over."""
+        self.dispatch, self.machine = dispatch, dispatch.machine
+        self.dry, self.eager, self.timing = dispatch.dry, dispatch.eager, dispatch.timing
 
     def make(self, op: Operation, args, kwargs):
         """A tensor from no other: on the GPU or the CPU that `device` says."""
@@ -147,7 +151,7 @@ class Factories:
                 node, torch.autograd.function.BackwardCFunction
             )  # then it is of an output, not an input
             leaf = None if by_python else next(_leaves(node), None)
-            gpu = self.placement.last if leaf is None else gpu_of(leaf)
+            gpu = self.dispatch.last if leaf is None else gpu_of(leaf)
             if gpu is not None:
                 if gpu.machine is self.machine:
                     label(out, Allocation(gpu, out.untyped_storage().nbytes(), inferred=True))

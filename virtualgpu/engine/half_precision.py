@@ -1,12 +1,9 @@
 """Half precision and float8 as a GPU computes them, carried out in float32: products, grids, Fourier transforms, layer norm."""
 
-import functools
-
 import torch
 from torch import Tensor
 
 from virtualgpu import _compat
-from virtualgpu.engine.storage import gpu_of
 
 # -- Products, convolutions and attention of float16, grids sampled in half precision, and what the CPU has no half kernel of: carried out in float32, and the result rounded.
 #
@@ -22,30 +19,18 @@ STRIDED = torch.strided
 HALF, HALVES = torch.float16, (torch.float16, torch.bfloat16)
 
 PRODUCTS = {
-    aten.mm.default,
-    aten.mm.out,
-    aten.addmm.default,
-    aten.addmm.out,
-    aten.addmm_.default,
-    aten._addmm_activation.default,
-    aten.bmm.default,
-    aten.bmm.out,
-    aten.baddbmm.default,
-    aten.baddbmm.out,
-    aten.baddbmm_.default,
-    aten.convolution.default,
-    aten.convolution_backward.default,
+    getattr(packet, form) for packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm) for form in ("default", "out")
 }
-GRIDS = {aten.grid_sampler_2d.default, aten.grid_sampler_2d_backward.default}
-GRIDS |= {aten.grid_sampler_3d.default, aten.grid_sampler_3d_backward.default}
-ABSENT = {  # the CPU has no kernel of them in half precision
-    getattr(aten, f"{name}{backward}").default
-    for name in ("avg_pool3d", "multi_margin_loss", "multilabel_margin_loss")
-    for backward in ("", "_backward")
+PRODUCTS |= {aten.addmm_.default, aten.baddbmm_.default, aten._addmm_activation.default}
+PRODUCTS |= {aten.convolution.default, aten.convolution_backward.default}
+GRIDS = {getattr(aten, f"grid_sampler_{dims}d{way}").default for dims in (2, 3) for way in ("", "_backward")}
+# the CPU has no kernel of them in half precision
+ABSENT = {
+    getattr(aten, f"{name}{way}").default
+    for name in ("avg_pool3d", "multi_margin_loss", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+    for way in ("", "_backward")
 }
-ABSENT |= {aten.multilabel_margin_loss_forward.default}
-ABSENT |= {aten._upsample_bilinear2d_aa.default, aten._upsample_bilinear2d_aa_backward.default}
-ABSENT |= {aten._upsample_bicubic2d_aa.default, aten._upsample_bicubic2d_aa_backward.default}
+ABSENT |= {getattr(aten, f"multilabel_margin_loss{way}").default for way in ("", "_forward", "_backward")}
 # of which types each is carried out so
 IN_FLOAT32 = {**dict.fromkeys(PRODUCTS, (HALF,)), **dict.fromkeys(GRIDS | ABSENT, HALVES)}
 
@@ -167,25 +152,3 @@ def _concerns(input, weight, bias) -> bool:
 
 
 LAYER_NORM = {aten.native_layer_norm.default: layer_norm, aten.native_layer_norm_backward.default: layer_norm_backward}
-
-
-# -- torch._scaled_mm: cuBLASLt multiplies float8 matrices of rows by those of columns alone, before Blackwell; the CPU's kernel takes any.
-
-
-ANY_LAYOUT = (10, 0)  # capability from which it takes all
-
-
-def _checked(func):
-    @functools.wraps(func)
-    def on_gpu(lhs, rhs, *args, **kwargs):
-        """Raises CUDA's RuntimeError for other layouts. Call it untracked."""
-        gpu = gpu_of(lhs)
-        fits = lhs.stride(1) == 1 and rhs.stride(0) == 1
-        if gpu is not None and not fits and gpu.spec.capability < ANY_LAYOUT:
-            raise RuntimeError("Only multiplication of row-major and column-major matrices is supported by cuBLASLt")
-        return func(lhs, rhs, *args, **kwargs)
-
-    return on_gpu
-
-
-SCALED_PRODUCTS = {func: _checked(func) for func in (aten._scaled_mm.default, aten._scaled_mm.out)}

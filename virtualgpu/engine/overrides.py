@@ -1,17 +1,15 @@
-"""Operations that are not like the others: what each does on virtual GPUs.
+"""Operations that are not like the others: what each does on virtual GPUs. And those that others wrote in Python, by torch.library.
 
 Each handler takes (dispatch, func, args, kwargs) and returns the operation's result; NotImplemented where it is like the others.
 """
 
-import opcode
-
 import torch
 
-from virtualgpu import errors
+from virtualgpu import _compat, errors
 from virtualgpu.engine import attention, cuda_only_ops, rnn, values
-from virtualgpu.engine.frames import callers_frame
-from virtualgpu.engine.operations import SAME_DEVICE, type_name
-from virtualgpu.engine.storage import gpu_of, gpu_of_storage, is_pinned, pin
+from virtualgpu.engine.frames import warn_at_the_program
+from virtualgpu.engine.placement import two_devices
+from virtualgpu.engine.storage import gpu_of, gpu_of_storage, is_pinned, pin, tensors_of
 
 aten = torch.ops.aten
 
@@ -39,6 +37,31 @@ def pin_memory(dispatch, func, args, kwargs):
         copy = aten.clone.default(tensor)
     pin(copy)
     return copy
+
+
+def make_nested(dispatch, func, args, kwargs):
+    """What makes a nested tensor of the strided layout: on the CPU alone. Raises NotImplementedError, with the cure."""
+    given = (*args, *kwargs.values())
+    on_gpu = any(gpu_of(tensor) is not None for tensor in tensors_of(args, kwargs))
+    if func is aten._nested_tensor_from_mask_left_aligned.default and (on_gpu or dispatch.machine.dry):
+        warn_at_the_program(
+            "nn.TransformerEncoder works on the padding, too, which a GPU leaves out and fills with zeros: for the same everywhere, set "
+            "enable_nested_tensor=False"
+        )
+        return False  # whether it may make one of its input and this mask
+    if (
+        on_gpu
+        or dispatch.machine.dry
+        or any(isinstance(value, torch.device) and value.type == "cuda" for value in given)
+    ):
+        raise NotImplementedError(
+            "nested tensors of the strided layout are not modelled by virtual GPUs, nor in a dry run. Use layout=torch.jagged"
+        )
+    return func(*args, **kwargs)
+
+
+NESTED = ("_nested_tensor_from_tensor_list", "_nested_tensor_from_mask", "_nested_tensor_from_mask_left_aligned")
+NESTED += ("_nested_from_padded", "_nested_view_from_buffer")
 
 
 def absent(dispatch, func, args, kwargs):
@@ -75,8 +98,7 @@ def unscale(dispatch, func, args, kwargs):
     """What GradScaler calls for the gradients of one GPU; unlike other lists, this one must lie on it as a whole. Raises RuntimeError."""
     devices = list(dict.fromkeys(map(gpu_of, (*args[0], *args[1:]))))
     if len(devices) > 1:
-        first, second = ("cpu" if gpu is None else gpu.device for gpu in devices[:2])
-        raise RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {first} and {second}!")
+        raise two_devices(*("cpu" if gpu is None else gpu.device for gpu in devices[:2]))
     return NotImplemented
 
 
@@ -140,52 +162,11 @@ OPERATIONS = {
     aten.is_pinned.default: answer_is_pinned,
     aten._pin_memory.default: pin_memory,
 }
+OPERATIONS |= {getattr(aten, name).default: make_nested for name in NESTED}
 for name in ABSENT:
     packet, _, overload = name.partition(".")
     if hasattr(aten, packet):
         OPERATIONS[getattr(getattr(aten, packet), overload or "default")] = absent
-
-
-def is_written(op, tensor: torch.Tensor, args, kwargs) -> bool:
-    """Does the operation write to this very tensor?"""
-    return any((args[index] if index < len(args) else kwargs.get(name)) is tensor for index, name in op.writes)
-
-
-def place_of_mixed(op, args, kwargs, gpu):
-    """Where an operation runs whose tensors may be on several devices. Raises RuntimeError for those that may not."""
-    if op.indexes:
-        allocation = gpu_of(args[0])
-        for index in args[1]:
-            if index is not None and gpu_of(index) not in (None, allocation):
-                where = "cpu" if allocation is None else allocation.device
-                raise RuntimeError(
-                    f"indices should be either on cpu or on the same device as the indexed tensor ({where})"
-                )
-        values = args[2] if len(args) > 2 else None
-        if values is not None and values.dim() and gpu_of(values) is not allocation:
-            devices = [torch.device("cpu") if gpu is None else gpu.device for gpu in (allocation, gpu_of(values))]
-            raise RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {devices[0]} and {devices[1]}!")
-        return allocation
-    if op.packs and gpu_of(args[1]) is not None:
-        kind = type_name(args[1]).rpartition(".")[2].removesuffix("Tensor")
-        raise RuntimeError(
-            f"'lengths' argument should be a 1D CPU int64 tensor, but got {args[1].dim()}D {gpu.device} {kind} tensor"
-        )
-    return gpu
-
-
-STORE = {opcode.opmap[name] for name in ("STORE_SUBSCR",)}
-
-
-FILLS = ("index_fill_", "masked_fill_")
-
-
-def may_stay_on_cpu(op, tensor: torch.Tensor, gpu, here) -> bool:
-    """x[[0, 1]] = 0 and x[mask] = 0 become one of FILLS with an index on the CPU: allowed in a subscript, and nowhere else."""
-    if op.name not in FILLS or here is not None or gpu is None:
-        return False
-    frame = callers_frame()
-    return frame is not None and frame.f_code.co_code[frame.f_lasti] in STORE
 
 
 def handler(func):
@@ -199,3 +180,56 @@ def register_namespace(name: str, how) -> None:
     A later one takes its place.
     """
     _namespaces[name] = how
+
+
+# -- Operations that others wrote in Python, by torch.library: which of their kernels runs here, and whether what it calls comes by.
+#
+# A kernel for every device (`custom_op`, `default`, CompositeExplicitAutograd) sees tensors on GPUs, and each operation of it comes by;
+# so does one for CUDA, where it is the only one. A kernel for the CPU may hand addresses to C or arrays to NumPy: it sees the tensors as
+# what they are, the CPU's, and is one kernel of the GPU.
+
+
+EVERY, CPU, CUDA = "CompositeExplicitAutograd", "CPU", "CUDA"
+
+
+def run_extension(dispatch, func, args, kwargs):
+    """What an operation's kernel in Python makes; NotImplemented where it has none that sees the GPUs."""
+    on_gpu = any(gpu_of(tensor) is not None for tensor in tensors_of(args, kwargs))
+    by_key = _kernels(func)
+    if EVERY in by_key:
+        kernel = by_key[EVERY]
+    elif CPU in by_key:
+        has_own = _compat.has_kernel(func.name(), "Meta") if dispatch.machine.dry else on_gpu
+        kernel = None if has_own else by_key[CPU]
+    else:
+        kernel = by_key.get(CUDA) if on_gpu else None
+    if kernel is None:
+        return NotImplemented
+    with dispatch:  # what it calls comes by
+        return kernel(*args, **kwargs)
+
+
+def extension_on_gpu(func):
+    """The operation, for a GPU's tensors: a kernel for the CPU finds the CPU's."""
+
+    def carry_out(*args, **kwargs):
+        gpu = next((gpu for tensor in tensors_of(args, kwargs) if (gpu := gpu_of(tensor)) is not None), None)
+        if gpu is None:
+            return func(*args, **kwargs)
+        with gpu.machine.untracked():
+            return func(*args, **kwargs)
+
+    return carry_out
+
+
+def _kernels(func) -> dict:
+    """{dispatch key: function} of the kernels that Python registered. Asked anew at every call: a notebook's next cell may add one."""
+    custom = _compat.custom_kernels(func)
+    if custom is not None:
+        keys = {None: EVERY, "cpu": CPU, "cuda": CUDA}
+        return {keys[device]: kernel for device, kernel in custom.items() if device in keys}
+    name = func.name().partition("::")[2]
+    registered = _compat.registered_in_python()
+    return {
+        key: _compat.kernel(func, key) for key in (EVERY, CPU, CUDA) if f"{func.namespace}/{name}/{key}" in registered
+    }

@@ -64,10 +64,9 @@ def of_a_rank() -> list[list[list[str]]]:
     return walks
 
 
-def test_the_walk_of_a_product(gpus, monkeypatch):
-    monkeypatch.setattr(nested, "some", False)  # another test of this process may have made one
+def test_the_walk_of_a_product(gpus):
     walk = of_a_product()
-    assert len(walk) <= 20 and len(set(walk)) <= 10, walk
+    assert len(walk) <= 20 and len(set(walk)) <= 8, walk
 
 
 def test_the_walks_of_an_all_reduce_and_of_a_ddp_step(on_gpus):
