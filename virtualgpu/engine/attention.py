@@ -1,10 +1,8 @@
 """Attention as a GPU has it: which kernel scaled_dot_product_attention and flex_attention take, its memory, and its random numbers."""
 
 import functools
-import itertools
 import os
 import warnings
-from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
@@ -16,44 +14,11 @@ from virtualgpu.engine import half_precision, rng, values
 from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.half_precision import HALVES
 from virtualgpu.engine.placement import wrong_device
-from virtualgpu.engine.rng import Plain
 from virtualgpu.engine.storage import Allocation, gpu_of, tensors_of
 from virtualgpu.engine.timing import Kernel
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.timing import attention
 from virtualgpu.timing.attention import fused, fused_backward
-
-# -- How the random numbers of a fused kernel's forward pass are found again in its backward pass: the states of generators are kept, by a number.
-#
-# That number stands in the seed that the kernel returns. A seed survives where saved tensors are moved about; the oldest states are dropped.
-
-STATES: OrderedDict[int, torch.Tensor] = OrderedDict()  # by their numbers
-MAX_STATES = 4096  # 5 KB each
-_numbers = itertools.count(1)
-
-
-def keep(generator: torch.Generator) -> int:
-    """Keep where a generator stands; returns the number of it."""
-    number = next(_numbers)
-    STATES[number] = Plain.get_state(generator)
-    while len(STATES) > MAX_STATES:
-        STATES.popitem(last=False)
-    return number
-
-
-def generator_at(seed: torch.Tensor) -> torch.Generator:
-    """A generator that stands where that of the forward pass did, by the seed that it returned. Raises RuntimeError where that was too
-    long ago."""
-    number = int(seed.flatten()[0])
-    if number not in STATES:
-        raise RuntimeError(
-            f"the random numbers of this attention's forward pass are no longer known: more than {MAX_STATES} with dropout came after it. "
-            "Call backward() earlier, or set dropout_p=0"
-        )
-    generator = torch.Generator()
-    generator.set_state(STATES[number])
-    return generator
-
 
 # -- Which kernel scaled_dot_product_attention takes on a card: flash, memory-efficient, cuDNN's, or plain operations ("math").
 #
@@ -290,14 +255,14 @@ def forward(dispatch, func, args, kwargs):
         if not machine.dry:
             require_room([out.nbytes, logsumexp.nbytes], gpu)
             if call.dropout:
-                number = keep(torch.cuda.default_generators[gpu.index])
+                number = rng.keep(torch.cuda.default_generators[gpu.index])
             out, logsumexp = _attend(call, machine, gpu, out, logsumexp)
         outputs = [out, logsumexp if efficient or flash else logsumexp.unsqueeze(-1)]
         dtype, size = (torch.uint64, (2,)) if flash else (torch.int64, ())
+        # the efficient one's stay with the host
         seeds = [
-            _filled(machine, number, dtype, *size),
-            _filled(machine, 0, dtype),
-        ]  # the efficient one's stay with the host
+            torch.full(shape, value, dtype=dtype, device=machine.base) for shape, value in ((size, number), ((), 0))
+        ]
         debug = out.new_empty(0) if flash else None
     if not (efficient or flash):
         gpu.lend([CUDNN_FORWARD])
@@ -344,10 +309,6 @@ def _place(call: Call, machine):
             odd, common = ("cpu" if where is None else where.device for where in (gpu_of(tensor), gpu))
             raise wrong_device(call.func, name, odd, common)
     return None if gpu is None else machine.own(gpu)
-
-
-def _filled(machine, value: int, dtype: torch.dtype, *size: int) -> torch.Tensor:
-    return torch.full(size, value, dtype=dtype, device=machine.base)
 
 
 # -- numbers
@@ -406,7 +367,7 @@ def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bo
     with torch.enable_grad(), _compat.with_autograd():
         args = (*values, bias)
         if call.dropout:
-            again = rng.as_default(machine, generator_at(call.values["philox_seed"]), call.on_cpu, args, {})
+            again = rng.as_default(machine, rng.generator_at(call.values["philox_seed"]), call.on_cpu, args, {})
         else:
             again = call.on_cpu(*args)
         # nan is nan, as where a pipeline learns shapes from memory that nobody has written. Another result: a part of a longer sequence,
@@ -516,14 +477,13 @@ SDPA_KERNELS = {func: Kernel(func, fused if how is forward else fused_backward) 
 # blocks that its mask leaves. Called without torch.compile, a real GPU would hold the scores, too.
 
 
-def backward_flops(query, key, value, *args, out_val=None) -> int:
-    """What `attention.attention_backward` counts, by flex_attention's own arguments: these have no gradient in front."""
-    return attention.attention_backward(None, query, key, value)
+def _backward_flops(query, key, value, *args, out_val=None) -> int:
+    return attention.attention_backward(None, query, key, value)  # whose arguments have a gradient in front
 
 
 FLEX_KERNELS = {
     _compat.flex.flex_attention: Kernel(_compat.flex.flex_attention, attention.attention),
-    _compat.flex.flex_attention_backward: Kernel(_compat.flex.flex_attention_backward, backward_flops),
+    _compat.flex.flex_attention_backward: Kernel(_compat.flex.flex_attention_backward, _backward_flops),
 }
 
 
@@ -546,10 +506,12 @@ def run_flex(dispatch, func, args, kwargs):
 def _share(block_mask: tuple) -> float:
     """The share of the blocks that a BlockMask (as_tuple) leaves: some of their scores, or all. 1 where a dry run does not know."""
     some, indices, full = block_mask[2:5]
-    counts = [some, *([] if full is None else [full])]
-    if any(_compat.is_really_meta(count) and values.known_of(count) is None for count in counts):
-        return 1.0
-    left = sum(int((values.known_of(count) if _compat.is_really_meta(count) else count).sum()) for count in counts)
+    left = 0
+    for count in [some] if full is None else [some, full]:
+        known = values.known_of(count) if _compat.is_really_meta(count) else count
+        if known is None:
+            return 1.0
+        left += int(known.sum())
     return left / max(1, indices.numel())
 
 

@@ -66,8 +66,7 @@ def _concerns(input, weight, mean) -> bool:
 
 def _weight(dispatch, input, weight) -> torch.Tensor:
     """Single precision; ones where there is none, by which the CPU's kernel knows that figures are to be single precision."""
-    if weight is not None:
-        wide = _widened(dispatch, weight)
+    if (wide := _widened(dispatch, weight)) is not None:
         wide.stands_for_half = True  # for the choice of CUDA's kernel (timing/norms.py)
         return wide
     with dispatch.machine.untracked():

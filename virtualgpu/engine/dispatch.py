@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import attention, cuda_checks, cuda_differences, dry_run, factories, overrides, values
+from virtualgpu.engine import attention, cuda_checks, cuda_differences, dry_run, factories, nested, overrides, values
 from virtualgpu.engine.dry_run import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
@@ -100,6 +100,11 @@ class Dispatch(_compat.TorchDispatchMode):
             if op.extension:
                 op.on_gpu = overrides.extension_on_gpu(func)
             _operations[func] = op
+        if nested.some or op.name in nested.MAKERS:
+            self._let_finish(op, args, kwargs)
+            out = nested.run(self, op, args, kwargs)
+            if out is not NotImplemented:
+                return out
         if op.plain:
             tensors = tensors_of(args, kwargs)
             if self.machine.in_flight.parts:
@@ -135,10 +140,14 @@ class Dispatch(_compat.TorchDispatchMode):
     def place(self, op: Operation, args, kwargs, tensors) -> GPU | None:
         """The one GPU of these tensors, None for the CPU. As on a GPU, a CPU tensor of no dimension may join in."""
         machine = self.machine
+        gpu: GPU | None
+        inferred: GPU | None
         if op.foreach:
             gpu = place_of_lists(op, args, kwargs, tensors)
             return None if gpu is None else machine.own(gpu)
-        gpu, found, unplaced, inferred, written = None, False, [], None, False
+        gpu = inferred = None
+        unplaced: list[Tensor] = []
+        found = written = False
         for tensor in tensors:
             try:
                 allocation = tensor.untyped_storage()._virtual_allocation
@@ -179,6 +188,8 @@ class Dispatch(_compat.TorchDispatchMode):
             return None
         if op.mixed:
             gpu = place_of_mixed(op, args, gpu)
+            if gpu is None:
+                return None
         elif written:
             raise mismatch(op, args, kwargs)
         for tensor in unplaced:
@@ -261,7 +272,7 @@ class Dispatch(_compat.TorchDispatchMode):
                 self.timing.launch(op, args, kwargs, moves, out, gpu)
             else:
                 pinned = is_pinned(args[0]) or is_pinned(args[1])
-                factories.charge(machine, *args[:2], (target, source), len(args) > 2 and args[2], pinned)
+                factories.charge(machine, args[0], args[1], (target, source), len(args) > 2 and args[2], pinned)
         if asserts:
             clock.stop(gpu.index, asserts)
         return out

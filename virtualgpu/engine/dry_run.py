@@ -108,16 +108,13 @@ def propagate(op: Operation, tensors, out) -> None:
 
 
 # They decide over results, too
-SETTINGS = torch.is_grad_enabled, torch.get_default_dtype, torch.is_inference_mode_enabled
-SETTINGS += (torch.are_deterministic_algorithms_enabled,)
+SETTINGS = [torch.is_grad_enabled, torch.get_default_dtype, torch.is_inference_mode_enabled]
+SETTINGS += [torch.are_deterministic_algorithms_enabled]
 BY_TYPE = float, complex, torch.Generator  # their value decides over no shape, and a generator would be kept
 # What makes quantized tensors
 QUANTIZED = {"quantize_per_tensor", "quantize_per_tensor_dynamic", "quantize_per_channel", "_empty_affine_quantized"}
-QUANTIZED |= {
-    "_empty_per_channel_affine_quantized",
-    "_make_per_tensor_quantized_tensor",
-    "_make_per_channel_quantized_tensor",
-}
+QUANTIZED |= {"_make_per_tensor_quantized_tensor", "_make_per_channel_quantized_tensor"}
+QUANTIZED |= {"_empty_per_channel_affine_quantized"}
 TAKEN_AS_TRUE = "_virtualgpu_taken_as_true"  # a tensor's attribute
 COUNTED = "_virtualgpu_counted"  # of a sum: how many truths it adds up
 CHECKS = {"all", "_is_all_true", "sum", "eq"}  # what a program asks of its numbers before it goes on
@@ -284,7 +281,7 @@ def _recipe(op: Operation, out, tensors):
         return None  # it answers a question (do these two have one size?)
     single = isinstance(out, torch.Tensor)
     known = {_compat.address(tensor.untyped_storage()) for tensor in tensors}
-    steps = []
+    steps: list[tuple[int | None, tuple | None]] = []  # of each result: which argument it is, or its shape
     for index, result in enumerate([out] if single else out):
         same = op.returns[index] if index < len(op.returns) else None
         if same is not None:
@@ -301,13 +298,14 @@ def _recipe(op: Operation, out, tensors):
         else:
             known.add(_compat.address(result.untyped_storage()))
             steps.append((None, (tuple(result.shape), result.stride(), result.dtype)))
+
+    def remake(args, same: int | None, new: tuple | None):
+        return args[same] if same is not None else None if new is None else _empty(*new)
+
     if single:
-        same, new = steps[0]
-        return (lambda args: _empty(*new)) if same is None else (lambda args: args[same])
+        return lambda args: remake(args, *steps[0])
     kind = list if isinstance(out, list) else tuple
-    return lambda args: kind(
-        args[same] if same is not None else None if new is None else _empty(*new) for same, new in steps
-    )
+    return lambda args: kind(remake(args, *step) for step in steps)
 
 
 def _empty(shape, stride, dtype) -> torch.Tensor:

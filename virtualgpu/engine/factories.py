@@ -46,11 +46,7 @@ def charge(machine: Machine, target: Tensor, source: Tensor, places: tuple, non_
     """The time and the memory of target.copy_(source). places: the GPU of the target and that of the source, None for the host, and not the same.
     pinned: is the host's memory? Raises torch.OutOfMemoryError."""
     to, came = places
-    if target.is_nested:
-        raise NotImplementedError(
-            "nested tensors of the strided layout are not modelled by virtual GPUs. Use layout=torch.jagged"
-        )
-    if any(tensor.layout is not torch.strided for tensor in (target, source)):
+    if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (target, source)):
         machine.charge_copy(came, to, source.numel() * source.element_size(), non_blocking, pinned)
         return
     if to is not None and came is not None and came.spec.peer_access and to.spec.peer_access:
@@ -129,7 +125,7 @@ class Factories:
             if (gpu is None and (by_python or number)) or (by_python and values.is_kept(out) and not op.random):
                 values.propagate_factory(op, args, {**options, "device": CPU}, out)
             else:
-                values.name_small([out], op.name)
+                values.name(filter(values.is_kept, [out]), op.name)
         elif gpu is None:
             out = op.on_cpu(*args, **options)
         else:
@@ -189,7 +185,9 @@ class Factories:
             place_output(op, out, target)
         elif own:
             label(out, MadeByCpp())
-        if op.waits is not None and op.waits(args, kwargs):  # linspace: numbers that are read of tensors
+        if (
+            source is not None and op.waits is not None and op.waits(args, kwargs)
+        ):  # linspace: numbers that are read of tensors
             self.machine.clock.wait_for(self.machine.clock.current(source.index))
         if op.converts and target is not source:
             pinned = bool(kwargs.get("pin_memory")) or is_pinned(tensors[0])

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from types import FrameType
 
 import torch
 
@@ -12,7 +13,7 @@ BEGIN = ("virtualgpu.run.", "virtualgpu.torch_api.processes")  # what calls the 
 
 def below_another_mode() -> bool:
     """Did the operation come through another dispatch mode, or a kernel that is written in Python?"""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(64):
         if frame is None:
             break
@@ -50,7 +51,7 @@ def callers_frame():
 def initializes() -> bool:
     """Did one of torch.nn.init's functions call the operation? Numbers that it draws again and again until they suit are none of the
     program's decisions."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and (name := frame.f_globals.get("__name__", "")).startswith(("virtualgpu.", "torch.")):
         if name == "torch.nn.init":
             return True

@@ -68,7 +68,7 @@ def exact(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALVES else tensor
 
 
-def widened(tensor: Tensor | None) -> Tensor | None:
+def widened(tensor: Tensor) -> Tensor:
     """In float32, if it is of float16. Call it untracked."""
     return _to(tensor, HALF, accumulated_in())
 

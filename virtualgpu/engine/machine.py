@@ -174,7 +174,7 @@ class Machine:
         self.real_gpus = 0
         self.initialized = self.forked = self.closed = False
         self.enter, self.leave = enter, leave
-        self.choose = None
+        self.choose: Callable[[], list[int]] | None = None
         self._on_first_use: list[Callable[[], None]] = []
         self.timers = "told"
         self._warns_of_nan = True
@@ -316,7 +316,7 @@ class Machine:
         """Somebody uses a GPU. Raises PyTorch's error in a process that was forked from one that had."""
         if self.forked:
             raise forked()
-        if self.local.seen is not self and not self.closed:
+        if self.local.seen is not self and not self.closed and self.enter is not None:
             self.enter()
         if not self.initialized:
             self.initialize()

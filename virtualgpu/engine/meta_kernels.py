@@ -70,8 +70,8 @@ def _where(condition, *tensors):
 
 
 # draws and their derivatives, one for each number of the first argument
-DRAWS = (aten._sample_dirichlet, aten._dirichlet_grad, aten._standard_gamma, aten._standard_gamma_grad)
-DRAWS += (aten.poisson, aten.binomial)
+DRAWS = [aten._sample_dirichlet, aten._dirichlet_grad, aten._standard_gamma, aten._standard_gamma_grad]
+DRAWS += [aten.poisson, aten.binomial]
 INSTEAD = {
     **half_precision.FFT,
     **cuda_differences.WIDER,

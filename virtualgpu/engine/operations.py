@@ -235,7 +235,7 @@ def _within(*nodes: str) -> Rule:
 ALWAYS = (
     "_linalg_check_errors _linalg_eigh _linalg_svd linalg_eig _linalg_eigvals linalg_eigvals linalg_lstsq linalg_pinv linalg_polar "
     "linalg_matrix_sqrth _ctc_loss _ctc_loss_backward masked_scatter_backward normal.float_Tensor normal.Tensor_Tensor "
-    "quantize_per_tensor.tensor_qparams"
+    "quantize_per_tensor.tensor_qparams _nested_tensor_from_mask _nested_tensor_from_mask_left_aligned"
 )
 FROM_STRIDED = ("_to_sparse", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc")
 # x[mask] = values: PyTorch counts the mask's entries, unless it is one number of the host's, with which it fills

@@ -7,7 +7,6 @@ import torch
 
 from virtualgpu import _compat, errors
 from virtualgpu.engine import attention, cuda_only_ops, rnn, values
-from virtualgpu.engine.frames import warn_at_the_program
 from virtualgpu.engine.placement import two_devices
 from virtualgpu.engine.storage import gpu_of, gpu_of_storage, is_pinned, pin, tensors_of
 
@@ -39,31 +38,6 @@ def pin_memory(dispatch, func, args, kwargs):
     return copy
 
 
-def make_nested(dispatch, func, args, kwargs):
-    """What makes a nested tensor of the strided layout: on the CPU alone. Raises NotImplementedError, with the cure."""
-    given = (*args, *kwargs.values())
-    on_gpu = any(gpu_of(tensor) is not None for tensor in tensors_of(args, kwargs))
-    if func is aten._nested_tensor_from_mask_left_aligned.default and (on_gpu or dispatch.machine.dry):
-        warn_at_the_program(
-            "nn.TransformerEncoder works on the padding, too, which a GPU leaves out and fills with zeros: for the same everywhere, set "
-            "enable_nested_tensor=False"
-        )
-        return False  # whether it may make one of its input and this mask
-    if (
-        on_gpu
-        or dispatch.machine.dry
-        or any(isinstance(value, torch.device) and value.type == "cuda" for value in given)
-    ):
-        raise NotImplementedError(
-            "nested tensors of the strided layout are not modelled by virtual GPUs, nor in a dry run. Use layout=torch.jagged"
-        )
-    return func(*args, **kwargs)
-
-
-NESTED = ("_nested_tensor_from_tensor_list", "_nested_tensor_from_mask", "_nested_tensor_from_mask_left_aligned")
-NESTED += ("_nested_from_padded", "_nested_view_from_buffer")
-
-
 def absent(dispatch, func, args, kwargs):
     """CUDA has no kernel of it."""
     if any(isinstance(value, torch.Tensor) and gpu_of(value) is not None for value in args):
@@ -74,8 +48,8 @@ def absent(dispatch, func, args, kwargs):
     return func(*args, **kwargs)
 
 
-ABSENT = ("histogram.bin_ct", "histogram.bins_tensor", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts")
-ABSENT += ("_histogramdd_from_bin_tensors", "_spdiags", "to_mkldnn")
+ABSENT = ["histogram.bin_ct", "histogram.bins_tensor", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts"]
+ABSENT += ["_histogramdd_from_bin_tensors", "_spdiags", "to_mkldnn"]
 
 
 def fill(dispatch, func, args, kwargs):
@@ -162,7 +136,6 @@ OPERATIONS = {
     aten.is_pinned.default: answer_is_pinned,
     aten._pin_memory.default: pin_memory,
 }
-OPERATIONS |= {getattr(aten, name).default: make_nested for name in NESTED}
 for name in ABSENT:
     packet, _, overload = name.partition(".")
     if hasattr(aten, packet):

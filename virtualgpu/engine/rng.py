@@ -5,8 +5,10 @@ its CPU kernel is; the numbers are the same to the last bit. For what is left (a
 in for the process's default one, under a lock that all who draw from that one hold.
 """
 
+import itertools
 import threading
 import weakref
+from collections import OrderedDict
 
 import torch
 
@@ -72,3 +74,35 @@ def _native_dropout(input, p, train, generator):
         return aten.native_dropout.default(input, p, train)
     mask = aten.bernoulli_.float(_compat.empty_like(input, dtype=torch.bool), 1 - p, generator=generator)
     return aten.mul_.Scalar(aten.mul.Tensor(input, mask), 0 if p == 1 else 1 / (1 - p)), mask
+
+
+# -- How the random numbers of a fused kernel's forward pass are found again in its backward pass: the states of generators are kept, by a number.
+#
+# That number stands in the seed that the kernel returns. A seed survives where saved tensors are moved about; the oldest states are dropped.
+
+STATES: OrderedDict[int, torch.Tensor] = OrderedDict()  # by their numbers
+MAX_STATES = 4096  # 5 KB each
+_numbers = itertools.count(1)
+
+
+def keep(generator: torch.Generator) -> int:
+    """Keep where a generator stands; returns the number of it."""
+    number = next(_numbers)
+    STATES[number] = Plain.get_state(generator)
+    while len(STATES) > MAX_STATES:
+        STATES.popitem(last=False)
+    return number
+
+
+def generator_at(seed: torch.Tensor) -> torch.Generator:
+    """A generator that stands where that of the forward pass did, by the seed that it returned. Raises RuntimeError where that was too
+    long ago."""
+    number = int(seed.flatten()[0])
+    if number not in STATES:
+        raise RuntimeError(
+            f"the random numbers of this attention's forward pass are no longer known: more than {MAX_STATES} with dropout came after it. "
+            "Call backward() earlier, or set dropout_p=0"
+        )
+    generator = torch.Generator()
+    generator.set_state(STATES[number])
+    return generator

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -210,7 +210,7 @@ class _Part(NamedTuple):
     begin: int
     end: int
     fills: bool
-    work: object
+    work: Any  # has finish()
 
 
 class InFlight:

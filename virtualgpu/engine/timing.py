@@ -22,7 +22,7 @@ LIST, CHUNKS, CHUNK = 64, 320, 65536
 class Kernel:
     """What `Timing.launch` asks of an operation, for those that are carried out apart from the others."""
 
-    write_only = writes_lists = False
+    write_only = False
 
     def __init__(self, func, formula):
         self.func, self.name, self.formula = func, func.name().removeprefix("aten::"), formula
@@ -63,10 +63,10 @@ class Timing:
             self.note_streams(tensors, gpu)
         self.launch(kernel, args, {}, tensors, outputs, gpu, fraction)
 
-    def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, fraction: float = 1.0) -> None:
+    def launch(self, op: Operation | Kernel, args, kwargs, tensors, out, gpu: GPU, fraction: float = 1.0) -> None:
         """A kernel, by this fraction of the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
         more, weight = 0.0, host.in_call(op, args) if op.weighed_in_call else op.weight
-        if op.writes_lists:  # a fused optimizer: what it writes it has read, too
+        if isinstance(op, Operation) and op.writes_lists:  # a fused optimizer: what it writes it has read, too
             more = self.clock.costs.entry * len(tensors)
             tensors = [*tensors, *op.written(args, kwargs)]
         elif args and type(args[0]) in LISTS:
@@ -105,7 +105,7 @@ class Timing:
     def launch_foreach(self, op: Operation, args, tensors) -> None:
         """One kernel per GPU that has tensors in the list, each with its share of the bytes."""
         lists = [value for value in args if isinstance(value, LISTS) and isinstance(value[0], torch.Tensor)]
-        total, by_gpu = 0, {}  # bytes of all; of each GPU: tensors, bytes, chunks
+        total, by_gpu = 0, dict[GPU, tuple[int, int, int]]()  # bytes of all; of each GPU: tensors, bytes, chunks
         for tensor in lists[0]:
             total += tensor.nbytes
             if (gpu := gpu_of(tensor)) is not None:
@@ -126,7 +126,7 @@ class Timing:
             weight = op.weight if op.kind.launches > 1 else host.AVERAGE
             self.clock.launch(gpu.index, gpu.kernels.moving(moved([out]), op.kind), op.name, weight=weight)
 
-    def _multiplying(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, fraction: float) -> float:
+    def _multiplying(self, op: Operation | Kernel, args, kwargs, tensors, out, gpu: GPU, fraction: float) -> float:
         """The seconds of an operation whose FLOPs are counted; remembered by all that decides over them."""
         kernels = gpu.kernels
         parts_of_key = [op, fraction, _compat.fp32_precision("cuda", op.tf32_switch)]

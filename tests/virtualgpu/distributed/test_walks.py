@@ -64,7 +64,8 @@ def of_a_rank() -> list[list[list[str]]]:
     return walks
 
 
-def test_the_walk_of_a_product(gpus):
+def test_the_walk_of_a_product(gpus, monkeypatch):
+    monkeypatch.setattr(nested, "some", False)  # another test of this process may have made one
     walk = of_a_product()
     assert len(walk) <= 20 and len(set(walk)) <= 8, walk
 
