@@ -10,7 +10,7 @@ import contextlib
 import torch
 
 from virtualgpu._compat import distributed as _compat
-from virtualgpu.engine.rng import Plain
+from virtualgpu.engine.eager import Plain
 from virtualgpu.torch_api.patches import Patches
 
 SPREAD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 spreads seeds

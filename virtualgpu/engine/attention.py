@@ -10,9 +10,9 @@ from torch.backends import cuda as settings
 from torch.nn.attention import SDPBackend
 
 from virtualgpu import _compat
-from virtualgpu.engine import half_precision, rng, values
+from virtualgpu.engine import cuda_differences, eager, values
+from virtualgpu.engine.cuda_differences import HALVES
 from virtualgpu.engine.eager import require_room
-from virtualgpu.engine.half_precision import HALVES
 from virtualgpu.engine.placement import wrong_device
 from virtualgpu.engine.storage import Allocation, gpu_of, tensors_of
 from virtualgpu.engine.timing import Kernel
@@ -255,7 +255,7 @@ def forward(dispatch, func, args, kwargs):
         if not machine.dry:
             require_room([out.nbytes, logsumexp.nbytes], gpu)
             if call.dropout:
-                number = rng.keep(torch.cuda.default_generators[gpu.index])
+                number = eager.keep(torch.cuda.default_generators[gpu.index])
             out, logsumexp = _attend(call, machine, gpu, out, logsumexp)
         outputs = [out, logsumexp if efficient or flash else logsumexp.unsqueeze(-1)]
         dtype, size = (torch.uint64, (2,)) if flash else (torch.int64, ())
@@ -325,7 +325,7 @@ def _attend(call: Call, machine, gpu, out, logsumexp) -> list[torch.Tensor]:
     else:
         args = (*values, bias)
         if call.dropout:
-            attended = rng.as_default(machine, torch.cuda.default_generators[gpu.index], call.on_cpu, args, {})
+            attended = eager.as_default(machine, torch.cuda.default_generators[gpu.index], call.on_cpu, args, {})
         else:
             attended = call.on_cpu(*args)
         sums = _sums(call, *args) if logsumexp.numel() else None
@@ -339,7 +339,7 @@ def _attend(call: Call, machine, gpu, out, logsumexp) -> list[torch.Tensor]:
 
 def _operands(call: Call) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """(query, key and value, the bias), as they are multiplied: see `half_precision`."""
-    query, key, value, *bias = (half_precision.widened(tensor.detach()) for tensor in call.inputs)
+    query, key, value, *bias = (cuda_differences.widened(tensor.detach()) for tensor in call.inputs)
     return [query, key, value], bias[0] if bias else None
 
 
@@ -355,7 +355,11 @@ def _sums(call: Call, query, key, value, bias) -> torch.Tensor:
 
 def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bool) -> list[torch.Tensor]:
     """The gradients, as the CPU's own backward pass has them."""
-    (values, bias), grad_out, attended = _operands(call), half_precision.widened(grad_out), half_precision.widened(out)
+    (values, bias), grad_out, attended = (
+        _operands(call),
+        cuda_differences.widened(grad_out),
+        cuda_differences.widened(out),
+    )
     if not wants_bias and call.is_flash_on_cpu():
         sums = logsumexp.reshape(*logsumexp.shape[:2], -1)[..., : out.shape[2]].to(
             _compat.computation_dtype(attended.dtype)
@@ -367,7 +371,7 @@ def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bo
     with torch.enable_grad(), _compat.with_autograd():
         args = (*values, bias)
         if call.dropout:
-            again = rng.as_default(machine, rng.generator_at(call.values["philox_seed"]), call.on_cpu, args, {})
+            again = eager.as_default(machine, eager.generator_at(call.values["philox_seed"]), call.on_cpu, args, {})
         else:
             again = call.on_cpu(*args)
         # nan is nan, as where a pipeline learns shapes from memory that nobody has written. Another result: a part of a longer sequence,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from virtualgpu.engine.half_precision import HALVES
+from virtualgpu.engine.cuda_differences import HALVES
 from virtualgpu.engine.storage import gpu_of
 
 TABLES = tomllib.loads((Path(__file__).parent / "data" / "cuda_checks.toml").read_text("utf-8"))

@@ -10,8 +10,8 @@ import torch
 
 from virtualgpu import _compat, errors
 from virtualgpu.engine import meta_kernels, values
+from virtualgpu.engine.cuda_differences import exact
 from virtualgpu.engine.frames import MadeByCpp
-from virtualgpu.engine.half_precision import exact
 from virtualgpu.engine.storage import PLAIN_TYPES, allocation_of, gpu_of, is_plain, label
 
 # -- Batch norm of half precision, whose figures a GPU keeps in single precision.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import attention, cuda_checks, cuda_differences, dry_run, factories, nested, overrides, values
+from virtualgpu.engine import attention, cuda_checks, cuda_differences, dry_run, factories, overrides, values
 from virtualgpu.engine.dry_run import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
@@ -100,9 +100,9 @@ class Dispatch(_compat.TorchDispatchMode):
             if op.extension:
                 op.on_gpu = overrides.extension_on_gpu(func)
             _operations[func] = op
-        if nested.some or op.name in nested.MAKERS:
+        if overrides.Nested.some or op.name in overrides.MAKERS:
             self._let_finish(op, args, kwargs)
-            out = nested.run(self, op, args, kwargs)
+            out = overrides.run_nested(self, op, args, kwargs)
             if out is not NotImplemented:
                 return out
         if op.plain:

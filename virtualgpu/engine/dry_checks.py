@@ -13,7 +13,7 @@ from torch import Tensor
 
 from virtualgpu import _compat, errors
 from virtualgpu.engine import cuda_checks
-from virtualgpu.engine.half_precision import HALVES
+from virtualgpu.engine.cuda_differences import HALVES
 from virtualgpu.engine.operations import MASKS, Operation
 from virtualgpu.engine.placement import type_name
 from virtualgpu.engine.storage import reach

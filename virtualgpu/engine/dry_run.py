@@ -303,7 +303,8 @@ def _recipe(op: Operation, out, tensors):
         return args[same] if same is not None else None if new is None else _empty(*new)
 
     if single:
-        return lambda args: remake(args, *steps[0])
+        same, new = steps[0]
+        return (lambda args: args[same]) if new is None else (lambda args: _empty(*new))
     kind = list if isinstance(out, list) else tuple
     return lambda args: kind(remake(args, *step) for step in steps)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine import cuda_differences, half_precision
+from virtualgpu.engine import cuda_differences
 
 aten = torch.ops.aten
 NONE, MEAN = 0, 1  # at::Reduction
@@ -73,7 +73,7 @@ def _where(condition, *tensors):
 DRAWS = [aten._sample_dirichlet, aten._dirichlet_grad, aten._standard_gamma, aten._standard_gamma_grad]
 DRAWS += [aten.poisson, aten.binomial]
 INSTEAD = {
-    **half_precision.FFT,
+    **cuda_differences.FFT,
     **cuda_differences.WIDER,
     aten.nll_loss_forward.default: _nll_loss,
     aten.masked_fill.Tensor: _masked_fill,

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat
-from virtualgpu.engine import cuda_differences, half_precision
+from virtualgpu.engine import cuda_differences
 from virtualgpu.engine.cuda_checks import ALERTS, CHECKS
+from virtualgpu.engine.eager import draws, from_default, with_generator
 from virtualgpu.engine.gpu import USERS
-from virtualgpu.engine.rng import draws, from_default, with_generator
 from virtualgpu.engine.scratch_memory import TEMPORARIES
 from virtualgpu.engine.storage import gpu_of, tensors_of
 from virtualgpu.timing import host
@@ -34,7 +34,12 @@ EMPTY_RESULTS = {aten.log_sigmoid_forward: 1}
 # Namespaces of PyTorch: ATen, and what FSDP2 and symmetric memory register for each device by itself
 OWN = {"aten", "prims", "prim", "fsdp", "symm_mem", "_native"}
 # What stands for an operation with numbers
-ON_GPU = {**half_precision.FFT, **cuda_differences.HISTOGRAMS, **half_precision.LAYER_NORM, **cuda_differences.LAYOUTS}
+ON_GPU = {
+    **cuda_differences.FFT,
+    **cuda_differences.HISTOGRAMS,
+    **cuda_differences.LAYER_NORM,
+    **cuda_differences.LAYOUTS,
+}
 ON_GPU |= cuda_differences.WIDER
 RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 # Views without PyTorch's tag: what they return has the storage of what they are given
@@ -67,7 +72,7 @@ class Operation:
     than all that goes in; `grows`: see GROWING; `product`: see PRODUCTS), `cacheable` (a dry run may remember its result's shape).
 
     What carries it out: `on_cpu` and `on_gpu`, for their tensors; `apart` (with numbers it may need more than that: it draws, or is one of
-    half_precision.IN_FLOAT32); `random` (draws from a generator; `generator`: one can be given; `drawn_with`: draws the same from one that it
+    cuda_differences.IN_FLOAT32); `random` (draws from a generator; `generator`: one can be given; `drawn_with`: draws the same from one that it
     is given by name, None: nothing does); `alert` (see cuda_checks.ALERTS); `unsupported` (raises what CUDA's kernel refuses). None for most.
 
     What it costs: `kernel` (takes the time of one, by FLOPs and bytes), `formula` (counts its FLOPs), `kind` (what limits it, where it only
@@ -122,7 +127,7 @@ class Operation:
         self.empty_result = EMPTY_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)
         self.random = draws(func)
-        self.apart = self.random or func in half_precision.IN_FLOAT32
+        self.apart = self.random or func in cuda_differences.IN_FLOAT32
         self.drawn_with = with_generator(func) if self.random else None
         self.on_cpu = from_default(func) if self.random else func
         self.on_gpu = ON_GPU.get(func, func)

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.half_precision import HALVES
+from virtualgpu.engine.cuda_differences import HALVES
 from virtualgpu.timing import reductions
 from virtualgpu.timing.memory_bound import COPIED, copied_first, few_indices
 from virtualgpu.timing.reductions import BY_TYPE, MANY, NAMES, NORMS, SUMS
