@@ -338,7 +338,7 @@ def _attend(call: Call, machine, gpu, out, logsumexp) -> list[torch.Tensor]:
 
 
 def _operands(call: Call) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """(query, key and value, the bias), as they are multiplied: see `half_precision`."""
+    """(query, key and value, the bias), as they are multiplied: see `cuda_differences`."""
     query, key, value, *bias = (cuda_differences.widened(tensor.detach()) for tensor in call.inputs)
     return [query, key, value], bias[0] if bias else None
 

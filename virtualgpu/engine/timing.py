@@ -5,7 +5,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
-from virtualgpu.engine.storage import allocation_of, gpu_of
+from virtualgpu.engine.storage import Allocation, allocation_of, gpu_of, tensors_of
 from virtualgpu.hardware.datasheet import FLOAT32
 from virtualgpu.timing import flops, host, memory_bound
 from virtualgpu.timing.flops import OF_CUDNN, moved, parts, rate
@@ -44,13 +44,8 @@ class Timing:
         self.clock.note_node(gpu.index)
         if torch.is_grad_enabled():
             for tensor in tensors:
-                if (
-                    tensor.requires_grad
-                    and tensor.is_leaf
-                    and (allocation := allocation_of(tensor)) is not None
-                    and allocation.gpu is not None
-                ):
-                    allocation.used_in_forward(self.clock.current(allocation.gpu.index))
+                if tensor.requires_grad and tensor.is_leaf and (there := gpu_of(tensor)) is not None:
+                    allocation_of(tensor).used_in_forward(self.clock.current(there.index))
 
     def book(self, kernel: Kernel, args, inputs, outputs, gpu: GPU, fraction: float = 1.0) -> None:
         """One kernel that reads `inputs`, and whose `outputs` are on that GPU from now on. fraction: of its FLOPs, where
@@ -87,20 +82,10 @@ class Timing:
         # on a GPU autograd lets the stream of a backward operation wait for its gradient; who uses streams in the forward pass
         # waits for what they made by themselves
         backward = self.clock.local.backward is not None
-        allocations = [
-            allocation
-            for tensor in tensors
-            if (allocation := allocation_of(tensor)) is not None and allocation.gpu is gpu
-        ]
-        after = max((allocation.done for allocation in allocations), default=0.0) if backward else 0.0
+        after = max((allocation.done for allocation in _allocations(tensors, gpu)), default=0.0) if backward else 0.0
         end = self.clock.launch(gpu.index, seconds, op.name, after, more, weight)
-        for tensor in [out] if isinstance(out, torch.Tensor) else out if isinstance(out, (list, tuple)) else []:
-            if (
-                isinstance(tensor, torch.Tensor)
-                and (allocation := allocation_of(tensor)) is not None
-                and allocation.gpu is gpu
-            ):
-                allocation.written_until(end)
+        for allocation in _allocations(tensors_of((out,), {}), gpu):
+            allocation.written_until(end)
 
     def launch_foreach(self, op: Operation, args, tensors) -> None:
         """One kernel per GPU that has tensors in the list, each with its share of the bytes."""
@@ -148,3 +133,8 @@ class Timing:
             seconds = flops.seconds(kernels, op.name, args, tensors, count, moved(tensors), rates, fraction)
             kernels.known[key] = seconds
         return seconds
+
+
+def _allocations(tensors, gpu: GPU) -> list[Allocation]:
+    """Labels of those tensors that are on this GPU."""
+    return [label for label in map(allocation_of, tensors) if label is not None and label.gpu is gpu]
