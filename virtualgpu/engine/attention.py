@@ -1,4 +1,4 @@
-"""Attention as a GPU has it: which kernel scaled_dot_product_attention and flex_attention take, its memory, and its random numbers."""
+"""Attention as a GPU has it: which kernel scaled_dot_product_attention takes, its memory, and its random numbers."""
 
 import functools
 import os
@@ -10,14 +10,13 @@ from torch.backends import cuda as settings
 from torch.nn.attention import SDPBackend
 
 from virtualgpu import _compat
-from virtualgpu.engine import cuda_differences, eager, values
+from virtualgpu.engine import cuda_differences, eager
 from virtualgpu.engine.cuda_differences import HALVES
 from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.placement import wrong_device
-from virtualgpu.engine.storage import Allocation, gpu_of, tensors_of
+from virtualgpu.engine.storage import Allocation, gpu_of
 from virtualgpu.engine.timing import Kernel
 from virtualgpu.hardware.specs import Spec
-from virtualgpu.timing import attention
 from virtualgpu.timing.attention import fused, fused_backward
 
 # -- Which kernel scaled_dot_product_attention takes on a card: flash, memory-efficient, cuDNN's, or plain operations ("math").
@@ -472,52 +471,3 @@ CUDNN_BACKWARD_OP = aten._scaled_dot_product_cudnn_attention_backward.default
 OPERATIONS = {FLASH_OP: forward, EFFICIENT_OP: forward, CUDNN_OP: forward}
 OPERATIONS |= {FLASH_BACKWARD_OP: backward, EFFICIENT_BACKWARD_OP: backward, CUDNN_BACKWARD_OP: backward}
 SDPA_KERNELS = {func: Kernel(func, fused if how is forward else fused_backward) for func, how in OPERATIONS.items()}
-
-
-# -- flex_attention: a higher-order operator, whose kernel on a GPU is compiled for it.
-#
-# Numbers come from PyTorch's plain implementation, which holds all scores at once; a GPU's kernel never does. So the GPU's memory gets
-# the results alone, and its time is that of one kernel, by PyTorch's own count of FLOPs (`torch.utils.flop_counter`) and the share of the
-# blocks that its mask leaves. Called without torch.compile, a real GPU would hold the scores, too.
-
-
-def _backward_flops(query, key, value, *args, out_val=None) -> int:
-    return attention.attention_backward(None, query, key, value)  # whose arguments have a gradient in front
-
-
-FLEX_KERNELS = {
-    _compat.flex.flex_attention: Kernel(_compat.flex.flex_attention, attention.attention),
-    _compat.flex.flex_attention_backward: Kernel(_compat.flex.flex_attention_backward, _backward_flops),
-}
-
-
-def run_flex(dispatch, func, args, kwargs):
-    """Carry out one of KERNELS on the GPU of its query; NotImplemented for tensors on the CPU."""
-    machine, gpu = dispatch.machine, gpu_of(args[0])
-    if gpu is None:
-        return NotImplemented
-    gpu = machine.own(gpu)
-    with machine.untracked():  # closures of a mask may hold GPU tensors, which are the CPU's for as long as this lasts
-        results = _compat.implementation(func)(*args, **kwargs)
-        if func is _compat.flex.flex_attention and not args[6].get("OUTPUT_MAX"):
-            results = (*results[:2], results[2].new_empty(0))  # the kernel leaves out what nobody asked for
-        fraction = _share(next(arg for arg in args[3:] if isinstance(arg, tuple)))
-    outputs = tensors_of(_flat(results), {})
-    dispatch.timing.book(FLEX_KERNELS[func], args[:3], args[:3], outputs, gpu, fraction)
-    return results
-
-
-def _share(block_mask: tuple) -> float:
-    """The share of the blocks that a BlockMask (as_tuple) leaves: some of their scores, or all. 1 where a dry run does not know."""
-    some, indices, full = block_mask[2:5]
-    left = 0
-    for count in [some] if full is None else [some, full]:
-        known = values.known_of(count) if _compat.is_really_meta(count) else count
-        if known is None:
-            return 1.0
-        left += int(known.sum())
-    return left / max(1, indices.numel())
-
-
-def _flat(values) -> list:
-    return [part for value in values for part in (_flat(value) if isinstance(value, tuple) else [value])]

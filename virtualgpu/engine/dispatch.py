@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import attention, cuda_checks, cuda_differences, dry_run, factories, overrides, values
+from virtualgpu.engine import cuda_checks, cuda_differences, dry_run, factories, overrides, values
 from virtualgpu.engine.dry_run import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
@@ -90,8 +90,8 @@ class Dispatch(_compat.TorchDispatchMode):
                 if self.machine.in_flight.parts:
                     self.machine.in_flight.let_finish(tensors_of(args, kwargs))
                 if (
-                    func in attention.FLEX_KERNELS
-                    and (out := attention.run_flex(self, func, args, kwargs)) is not NotImplemented
+                    func in overrides.FLEX_KERNELS
+                    and (out := overrides.run_flex(self, func, args, kwargs)) is not NotImplemented
                 ):
                     return out
                 with self:  # the operations that it is made of come by

@@ -1,4 +1,4 @@
-"""Operations that are not like the others: what each does on virtual GPUs. Those that others wrote in Python, by torch.library; and nested tensors.
+"""Operations that are not like the others: what each does on virtual GPUs. Those that others wrote in Python, by torch.library; nested tensors, and flex_attention.
 
 Each handler takes (dispatch, func, args, kwargs) and returns the operation's result; NotImplemented where it is like the others.
 """
@@ -15,6 +15,8 @@ from virtualgpu.engine.frames import warn_at_the_program
 from virtualgpu.engine.operations import Operation
 from virtualgpu.engine.placement import two_devices
 from virtualgpu.engine.storage import gpu_of, gpu_of_storage, is_pinned, pin, place_output, tensors_of
+from virtualgpu.engine.timing import Kernel
+from virtualgpu.timing import attention as flops
 
 aten = torch.ops.aten
 
@@ -296,3 +298,52 @@ def _flat(tensor: Tensor) -> Tensor:
     last = sizes[0, 1:].tolist()
     length = -(-tensor.numel() // max(len(sizes) * math.prod(last), 1))
     return torch.empty((len(sizes), length, *last), dtype=tensor.dtype, device="meta")
+
+
+# -- flex_attention: a higher-order operator, whose kernel on a GPU is compiled for it.
+#
+# Numbers come from PyTorch's plain implementation, which holds all scores at once; a GPU's kernel never does. So the GPU's memory gets
+# the results alone, and its time is that of one kernel, by PyTorch's own count of FLOPs (`torch.utils.flop_counter`) and the share of the
+# blocks that its mask leaves. Called without torch.compile, a real GPU would hold the scores, too.
+
+
+def _backward_flops(query, key, value, *args, out_val=None) -> int:
+    return flops.attention_backward(None, query, key, value)  # whose arguments have a gradient in front
+
+
+FLEX_KERNELS = {
+    _compat.flex.flex_attention: Kernel(_compat.flex.flex_attention, flops.attention),
+    _compat.flex.flex_attention_backward: Kernel(_compat.flex.flex_attention_backward, _backward_flops),
+}
+
+
+def run_flex(dispatch, func, args, kwargs):
+    """Carry out one of FLEX_KERNELS on the GPU of its query; NotImplemented for tensors on the CPU."""
+    machine, gpu = dispatch.machine, gpu_of(args[0])
+    if gpu is None:
+        return NotImplemented
+    gpu = machine.own(gpu)
+    with machine.untracked():  # closures of a mask may hold GPU tensors, which are the CPU's for as long as this lasts
+        results = _compat.implementation(func)(*args, **kwargs)
+        if func is _compat.flex.flex_attention and not args[6].get("OUTPUT_MAX"):
+            results = (*results[:2], results[2].new_empty(0))  # the kernel leaves out what nobody asked for
+        fraction = _share(next(arg for arg in args[3:] if isinstance(arg, tuple)))
+    outputs = tensors_of(_leaves(results), {})
+    dispatch.timing.book(FLEX_KERNELS[func], args[:3], args[:3], outputs, gpu, fraction)
+    return results
+
+
+def _share(block_mask: tuple) -> float:
+    """The share of the blocks that a BlockMask (as_tuple) leaves: some of their scores, or all. 1 where a dry run does not know."""
+    some, indices, full = block_mask[2:5]
+    left = 0
+    for count in [some] if full is None else [some, full]:
+        known = values.known_of(count) if _compat.is_really_meta(count) else count
+        if known is None:
+            return 1.0
+        left += int(known.sum())
+    return left / max(1, indices.numel())
+
+
+def _leaves(values) -> list:
+    return [part for value in values for part in (_leaves(value) if isinstance(value, tuple) else [value])]
