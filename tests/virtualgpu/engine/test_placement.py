@@ -42,6 +42,7 @@ PLACED = table("""
     # one number may come from anywhere, and so may indices and lengths
     x.fill_(z[0]) | cuda:1
     c.fill_(x[0]) | cpu
+    c.index_put_((k,), x[0]) | cpu
     torch._foreach_mul([z, x], torch.tensor(2.0))[1] | cuda:1
     torch._foreach_add([z, x], [z, x])[0] | cuda:0
     torch._foreach_pow(2.0, [x, x + 1])[1] | cuda:1
