@@ -74,7 +74,7 @@ def test_the_walks_of_an_all_reduce_and_of_a_ddp_step(on_gpus):
     """Who waits for the other rank looks several times: the shortest walk counts."""
     zero, one = on_gpus(of_a_rank, n=2)
     all_reduce, step = (min(first + second, key=len) for first, second in zip(zero, one, strict=True))
-    assert len(all_reduce) <= 66 and len(set(all_reduce)) <= 11, all_reduce
-    assert len(step) <= 715 and len(set(step)) <= 35, sorted(set(step))
+    assert len(all_reduce) <= 65 and len(set(all_reduce)) <= 11, all_reduce
+    assert len(step) <= 712 and len(set(step)) <= 34, sorted(set(step))
     page = PAGE.read_text("utf-8")
     assert not [name for name in sorted(set(step)) if f"`{name}`" not in page]
