@@ -21,7 +21,7 @@ VIRTUALGPU_CROSSCHECK 1: a dry run works out again all that it remembers, and co
 NCCL_P2P_DISABLE, NCCL_P2P_LEVEL   how far apart NCCL lets GPUs reach each other's memory: `peer_to_peer`.
 CUBLAS_WORKSPACE_CONFIG, CUBLASLT_WORKSPACE_SIZE   how much memory cuBLAS works in: `cublas_workspace`, `cublaslt_workspace`.
 TORCH_CUBLAS_WORKSPACE_CACHE, TORCH_CUBLASLT_UNIFIED_WORKSPACE   does PyTorch keep it, and do both libraries share it? `flag`.
-DISABLE_ADDMM_CUDA_LT 1: no product with a bias goes to cuBLASLt: `engine.workspaces`.
+DISABLE_ADDMM_CUDA_LT 1: no product with a bias goes to cuBLASLt: `engine.gpu`.
 
 HELPERS_GPUS (real or virtual GPUs for a notebook) is read by `session.gpus` alone. Only the standard library is imported with this.
 """

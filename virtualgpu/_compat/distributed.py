@@ -10,16 +10,14 @@ from operator import methodcaller
 
 import torch
 from torch import distributed as dist
-from torch._C import _distributed_c10d as _c
-from torch.distributed import distributed_c10d
+from torch._C import _distributed_c10d as cpp
+from torch._C._distributed_c10d import AllgatherOptions, ProcessGroup, ReduceOp, Work  # noqa: F401
+from torch._C._distributed_c10d import ProcessGroupGloo as Gloo
+from torch.distributed import distributed_c10d as c10d
 
-c10d, cpp = distributed_c10d, _c
-ProcessGroup, ReduceOp = _c.ProcessGroup, _c.ReduceOp
-Gloo = _c.ProcessGroupGloo
-RealNCCL = getattr(_c, "ProcessGroupNCCL", None)
-OF_PYTORCH = (_c.__name__, Gloo.__module__)  # where its own backends say that they are from
-AllgatherOptions = _c.AllgatherOptions
-Work = _c.Work  # a Python subclass is called by C++ for as long as its Python object lives
+# A Python subclass of Work is called by C++ for as long as its Python object lives
+RealNCCL = getattr(cpp, "ProcessGroupNCCL", None)
+OF_PYTORCH = (cpp.__name__, Gloo.__module__)  # where its own backends say that they are from
 
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # (f): at the end of this backward pass
 make_premul_sum = getattr(dist, "_make_nccl_premul_sum", None)
@@ -76,7 +74,7 @@ def group_of(boxed) -> ProcessGroup:
 
 unboxed = ProcessGroup.unbox  # (what an operation of the dispatcher was given for a process group)
 reduction_number = methodcaller("op")  # (what it was given for a reduction)
-REDUCTIONS = {int(kind): (name, None) for name, kind in ReduceOp.RedOpType.__members__.items() if name != "PREMUL_SUM"}
+REDUCTIONS = {kind.value: (name, None) for name, kind in ReduceOp.RedOpType.__members__.items() if name != "PREMUL_SUM"}
 
 
 def reduction(op) -> tuple[str, float | None]:

@@ -9,6 +9,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
 from typing import Any
@@ -188,7 +189,7 @@ class _Finder:
         return None
 
 
-class _Loader:
+class _Loader(Loader):
     """Of a new module, which waits; of a part that waited, which is executed; or of one that has been, and is what it is."""
 
     def __init__(self, loader, module: ModuleType | None):
@@ -200,7 +201,7 @@ class _Loader:
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
         if self._module is not None and isinstance(module, _Waiting):
-            module.__class__ = ModuleType
+            setattr(module, "__class__", ModuleType)  # noqa: B010  its type, as that of no attribute
             self._loader.exec_module(module)
 
 

@@ -21,7 +21,7 @@ _C = torch._C
 Device = torch.device  # torch_api/construct.py may put another in its place
 TensorBase = _C.TensorBase  # where Tensor has its attributes from
 fake_tensor = torch._subclasses.fake_tensor
-tree_leaves, tree_map_only = _pytree.tree_leaves, _pytree.tree_map_only
+tree_map_only = _pytree.tree_map_only
 
 real_device = TensorBase.device.__get__  # (tensor) -> where its bytes really are
 real_storage_device = torch.UntypedStorage.device.__get__

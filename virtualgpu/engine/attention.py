@@ -1,10 +1,8 @@
-"""Attention as a GPU has it: which kernel scaled_dot_product_attention and flex_attention take, its memory, and its random numbers."""
+"""Attention as a GPU has it: which kernel scaled_dot_product_attention takes, its memory, and its random numbers."""
 
 import functools
-import itertools
 import os
 import warnings
-from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
@@ -12,48 +10,14 @@ from torch.backends import cuda as settings
 from torch.nn.attention import SDPBackend
 
 from virtualgpu import _compat
-from virtualgpu.engine import half_precision, rng, values
+from virtualgpu.engine import cuda_differences, eager
+from virtualgpu.engine.cuda_differences import HALVES
 from virtualgpu.engine.eager import require_room
-from virtualgpu.engine.half_precision import HALVES
-from virtualgpu.engine.operations import wrong_device
-from virtualgpu.engine.rng import Plain
-from virtualgpu.engine.storage import Allocation, gpu_of, tensors_of
+from virtualgpu.engine.placement import wrong_device
+from virtualgpu.engine.storage import Allocation, gpu_of
 from virtualgpu.engine.timing import Kernel
 from virtualgpu.hardware.specs import Spec
-from virtualgpu.timing import attention
 from virtualgpu.timing.attention import fused, fused_backward
-
-# -- How the random numbers of a fused kernel's forward pass are found again in its backward pass: the states of generators are kept, by a number.
-#
-# That number stands in the seed that the kernel returns. A seed survives where saved tensors are moved about; the oldest states are dropped.
-
-STATES: OrderedDict[int, torch.Tensor] = OrderedDict()  # by their numbers
-MAX_STATES = 4096  # 5 KB each
-_numbers = itertools.count(1)
-
-
-def keep(generator: torch.Generator) -> int:
-    """Keep where a generator stands; returns the number of it."""
-    number = next(_numbers)
-    STATES[number] = Plain.get_state(generator)
-    while len(STATES) > MAX_STATES:
-        STATES.popitem(last=False)
-    return number
-
-
-def generator_at(seed: torch.Tensor) -> torch.Generator:
-    """A generator that stands where that of the forward pass did, by the seed that it returned. Raises RuntimeError where that was too
-    long ago."""
-    number = int(seed.flatten()[0])
-    if number not in STATES:
-        raise RuntimeError(
-            f"the random numbers of this attention's forward pass are no longer known: more than {MAX_STATES} with dropout came after it. "
-            "Call backward() earlier, or set dropout_p=0"
-        )
-    generator = torch.Generator()
-    generator.set_state(STATES[number])
-    return generator
-
 
 # -- Which kernel scaled_dot_product_attention takes on a card: flash, memory-efficient, cuDNN's, or plain operations ("math").
 #
@@ -290,14 +254,14 @@ def forward(dispatch, func, args, kwargs):
         if not machine.dry:
             require_room([out.nbytes, logsumexp.nbytes], gpu)
             if call.dropout:
-                number = keep(torch.cuda.default_generators[gpu.index])
+                number = eager.keep(torch.cuda.default_generators[gpu.index])
             out, logsumexp = _attend(call, machine, gpu, out, logsumexp)
         outputs = [out, logsumexp if efficient or flash else logsumexp.unsqueeze(-1)]
         dtype, size = (torch.uint64, (2,)) if flash else (torch.int64, ())
+        # the efficient one's stay with the host
         seeds = [
-            _filled(machine, number, dtype, *size),
-            _filled(machine, 0, dtype),
-        ]  # the efficient one's stay with the host
+            torch.full(shape, value, dtype=dtype, device=machine.base) for shape, value in ((size, number), ((), 0))
+        ]
         debug = out.new_empty(0) if flash else None
     if not (efficient or flash):
         gpu.lend([CUDNN_FORWARD])
@@ -346,10 +310,6 @@ def _place(call: Call, machine):
     return None if gpu is None else machine.own(gpu)
 
 
-def _filled(machine, value: int, dtype: torch.dtype, *size: int) -> torch.Tensor:
-    return torch.full(size, value, dtype=dtype, device=machine.base)
-
-
 # -- numbers
 
 
@@ -364,7 +324,7 @@ def _attend(call: Call, machine, gpu, out, logsumexp) -> list[torch.Tensor]:
     else:
         args = (*values, bias)
         if call.dropout:
-            attended = rng.as_default(machine, torch.cuda.default_generators[gpu.index], call.on_cpu, args, {})
+            attended = eager.as_default(machine, torch.cuda.default_generators[gpu.index], call.on_cpu, args, {})
         else:
             attended = call.on_cpu(*args)
         sums = _sums(call, *args) if logsumexp.numel() else None
@@ -377,8 +337,8 @@ def _attend(call: Call, machine, gpu, out, logsumexp) -> list[torch.Tensor]:
 
 
 def _operands(call: Call) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """(query, key and value, the bias), as they are multiplied: see `half_precision`."""
-    query, key, value, *bias = (half_precision.widened(tensor.detach()) for tensor in call.inputs)
+    """(query, key and value, the bias), as they are multiplied: see `cuda_differences`."""
+    query, key, value, *bias = (cuda_differences.widened(tensor.detach()) for tensor in call.inputs)
     return [query, key, value], bias[0] if bias else None
 
 
@@ -394,7 +354,11 @@ def _sums(call: Call, query, key, value, bias) -> torch.Tensor:
 
 def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bool) -> list[torch.Tensor]:
     """The gradients, as the CPU's own backward pass has them."""
-    (values, bias), grad_out, attended = _operands(call), half_precision.widened(grad_out), half_precision.widened(out)
+    (values, bias), grad_out, attended = (
+        _operands(call),
+        cuda_differences.widened(grad_out),
+        cuda_differences.widened(out),
+    )
     if not wants_bias and call.is_flash_on_cpu():
         sums = logsumexp.reshape(*logsumexp.shape[:2], -1)[..., : out.shape[2]].to(
             _compat.computation_dtype(attended.dtype)
@@ -406,7 +370,7 @@ def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bo
     with torch.enable_grad(), _compat.with_autograd():
         args = (*values, bias)
         if call.dropout:
-            again = rng.as_default(machine, generator_at(call.values["philox_seed"]), call.on_cpu, args, {})
+            again = eager.as_default(machine, eager.generator_at(call.values["philox_seed"]), call.on_cpu, args, {})
         else:
             again = call.on_cpu(*args)
         # nan is nan, as where a pipeline learns shapes from memory that nobody has written. Another result: a part of a longer sequence,
@@ -507,51 +471,3 @@ CUDNN_BACKWARD_OP = aten._scaled_dot_product_cudnn_attention_backward.default
 OPERATIONS = {FLASH_OP: forward, EFFICIENT_OP: forward, CUDNN_OP: forward}
 OPERATIONS |= {FLASH_BACKWARD_OP: backward, EFFICIENT_BACKWARD_OP: backward, CUDNN_BACKWARD_OP: backward}
 SDPA_KERNELS = {func: Kernel(func, fused if how is forward else fused_backward) for func, how in OPERATIONS.items()}
-
-
-# -- flex_attention: a higher-order operator, whose kernel on a GPU is compiled for it.
-#
-# Numbers come from PyTorch's plain implementation, which holds all scores at once; a GPU's kernel never does. So the GPU's memory gets
-# the results alone, and its time is that of one kernel, by PyTorch's own count of FLOPs (`torch.utils.flop_counter`) and the share of the
-# blocks that its mask leaves. Called without torch.compile, a real GPU would hold the scores, too.
-
-
-def backward_flops(query, key, value, *args, out_val=None) -> int:
-    """What `attention.attention_backward` counts, by flex_attention's own arguments: these have no gradient in front."""
-    return attention.attention_backward(None, query, key, value)
-
-
-FLEX_KERNELS = {
-    _compat.flex.flex_attention: Kernel(_compat.flex.flex_attention, attention.attention),
-    _compat.flex.flex_attention_backward: Kernel(_compat.flex.flex_attention_backward, backward_flops),
-}
-
-
-def run_flex(dispatch, func, args, kwargs):
-    """Carry out one of KERNELS on the GPU of its query; NotImplemented for tensors on the CPU."""
-    machine, gpu = dispatch.machine, gpu_of(args[0])
-    if gpu is None:
-        return NotImplemented
-    gpu = machine.own(gpu)
-    with machine.untracked():  # closures of a mask may hold GPU tensors, which are the CPU's for as long as this lasts
-        results = _compat.implementation(func)(*args, **kwargs)
-        if func is _compat.flex.flex_attention and not args[6].get("OUTPUT_MAX"):
-            results = (*results[:2], results[2].new_empty(0))  # the kernel leaves out what nobody asked for
-        fraction = _share(next(arg for arg in args[3:] if isinstance(arg, tuple)))
-    outputs = tensors_of(_flat(results), {})
-    dispatch.timing.book(FLEX_KERNELS[func], args[:3], args[:3], outputs, gpu, fraction)
-    return results
-
-
-def _share(block_mask: tuple) -> float:
-    """The share of the blocks that a BlockMask (as_tuple) leaves: some of their scores, or all. 1 where a dry run does not know."""
-    some, indices, full = block_mask[2:5]
-    counts = [some, *([] if full is None else [full])]
-    if any(_compat.is_really_meta(count) and values.known_of(count) is None for count in counts):
-        return 1.0
-    left = sum(int((values.known_of(count) if _compat.is_really_meta(count) else count).sum()) for count in counts)
-    return left / max(1, indices.numel())
-
-
-def _flat(values) -> list:
-    return [part for value in values for part in (_flat(value) if isinstance(value, tuple) else [value])]

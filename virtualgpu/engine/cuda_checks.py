@@ -1,22 +1,24 @@
 """What CUDA's kernels refuse and the CPU's take, in CUDA's words: types, sizes, options, and nondeterministic kernels.
 
-`data/cuda_checks.toml` has the checks of one type or number, and the names of kernels; here are the others.
+`data/cuda_checks.toml` has the checks of one type or number, the names of kernels, and those of types; here are the others.
 """
 
 import re
 import tomllib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from virtualgpu import _compat
-from virtualgpu.engine.half_precision import HALVES
+from virtualgpu.engine.cuda_differences import HALVES
+from virtualgpu.engine.storage import gpu_of
+
+TABLES = tomllib.loads((Path(__file__).parent / "data" / "cuda_checks.toml").read_text("utf-8"))
 
 # -- CUDA's words for what the CPU's kernels refuse: the name of the kernel, and the names of types on a GPU.
 
-TABLES = tomllib.loads((Path(__file__).parent / "data" / "cuda_checks.toml").read_text("utf-8"))
 KERNELS = TABLES["kernels"]  # {the CPU's name of a kernel in an error: CUDA's}
 KERNEL = re.compile(r'^"(\w+)" not implemented')
 TYPE = re.compile(r"\btorch\.(?=[A-Z]\w*Tensor\b)|\bCPU(?=\w+Type\b)")
@@ -34,77 +36,33 @@ def of_cuda(error: Exception) -> Exception:
     return error if message == str(error) else type(error)(message)
 
 
-# -- What PyTorch's errors call the types of numbers: 'Half' in most of them, c10::Half where C++ prints the type itself, and HalfTensor.
-
-
-NAMES = {
-    torch.uint8: "Byte",
-    torch.int8: "Char",
-    torch.int16: "Short",
-    torch.int32: "Int",
-    torch.int64: "Long",
-    torch.float16: "Half",
-    torch.float32: "Float",
-    torch.float64: "Double",
-    torch.complex32: "ComplexHalf",
-    torch.complex64: "ComplexFloat",
-    torch.complex128: "ComplexDouble",
-    torch.bool: "Bool",
-    torch.bfloat16: "BFloat16",
-    torch.uint16: "UInt16",
-    torch.uint32: "UInt32",
-    torch.uint64: "UInt64",
-}
-for _name, _value in vars(torch).items():
-    if isinstance(_value, torch.dtype):
-        NAMES.setdefault(_value, _name[0].upper() + _name[1:])  # float8_e4m3fn: Float8_e4m3fn
-C_NAMES = {
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.uint8: "unsigned char",
-    torch.int8: "signed char",
-    torch.int16: "short",
-    torch.int32: "int",
-    torch.int64: "long",
-    torch.bool: "bool",
-    torch.complex64: "c10::complex<float>",
-    torch.complex128: "c10::complex<double>",
-}
-OF_TENSOR_TYPE = (
-    "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"  # those that have a name for Tensor.type()
-)
-LEGACY = {kind: f"{NAMES[kind]}Tensor" for kind in (getattr(torch, name) for name in OF_TENSOR_TYPE.split())}
+# What PyTorch's errors call the types of numbers: 'Half' in most of them, c10::Half where C++ prints the type itself, and HalfTensor
+DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
+NAMES = {DTYPES[name]: words for name, words in TABLES["types"].items()}
+for _name, _kind in DTYPES.items():
+    NAMES.setdefault(_kind, _name[0].upper() + _name[1:])  # float8_e4m3fn: Float8_e4m3fn
+C_NAMES = {DTYPES[name]: words for name, words in TABLES["c_types"].items()}
+LEGACY = {DTYPES[name]: f"{NAMES[DTYPES[name]]}Tensor" for name in TABLES["legacy_types"].split()}
 
 
 # -- torch.use_deterministic_algorithms(True): CUDA's kernels that have no deterministic implementation, and say so.
 
 
 MAX = 2  # embedding_bag's number of mode="max"
-
-
-def _reduces(args, kwargs) -> bool:
-    """scatter with reduce=, of a tensor; that of a number says nothing."""
-    return "reduce" in kwargs and len(args) > 3 and isinstance(args[3], torch.Tensor)
-
-
-def _accumulates(args, kwargs) -> bool:
-    return len(args) > 3 and args[3]
-
-
-def _along_one_dimension(args, kwargs) -> bool:
-    return len(args) > 1
-
-
 # Of those that alert for some arguments alone: do these?
-SOMETIMES = {
+SOMETIMES: dict[str, Callable[..., bool]] = {
     "histc": lambda args, kwargs: args[0].is_floating_point(),
     "bincount": lambda args, kwargs: len(args) > 1 and args[1] is not None,
     "_embedding_bag_backward": lambda args, kwargs: args[8] == MAX,
-    **dict.fromkeys(("put", "put_"), _accumulates),
-    **dict.fromkeys(("scatter", "scatter_"), _reduces),
-    **dict.fromkeys(("median", "nanmedian"), _along_one_dimension),
+    # accumulate=True
+    **dict.fromkeys(("put", "put_"), lambda args, kwargs: len(args) > 3 and args[3]),
+    # with reduce=, of a tensor; that of a number says nothing
+    **dict.fromkeys(
+        ("scatter", "scatter_"),
+        lambda args, kwargs: "reduce" in kwargs and len(args) > 3 and isinstance(args[3], Tensor),
+    ),
+    # along one dimension
+    **dict.fromkeys(("median", "nanmedian"), lambda args, kwargs: len(args) > 1),
 }
 # {operation of ATen: (name in the message, whether these arguments need it)}
 ALERTS = {operation: (name, SOMETIMES.get(operation)) for operation, name in TABLES["alerts"].items()}
@@ -136,23 +94,23 @@ def check(op, args, kwargs) -> None:
 REAL = {*HALVES, torch.float32, torch.float64}
 NUMBERS = REAL | {torch.complex64, torch.complex128}
 EXACT = frozenset((torch.float32, torch.float64))
-FLOAT8 = frozenset(value for name, value in vars(torch).items() if name.startswith("float8"))
-UNSIGNED = frozenset((torch.uint16, torch.uint32, torch.uint64))
+FLOAT8 = frozenset(kind for name, kind in DTYPES.items() if name.startswith("float8"))
 SETS = {
     "real": REAL,
     "numbers": NUMBERS,
     "without bfloat16": REAL - {torch.bfloat16},
     "exact": EXACT,
     "float8": FLOAT8,
-    "unsigned": UNSIGNED,
+    "unsigned": frozenset((torch.uint16, torch.uint32, torch.uint64)),
 }
 MM, BMM = "addmm_cuda", "baddbmm_cuda"
+BLACKWELL = (10, 0)
 # Types that cuDNN has a name for, without a convolution of them
 NAMED_BY_CUDNN = frozenset((torch.int32, torch.uint8, torch.int8))
 
 
-def _not_implemented(kernel: str, tensor: Tensor) -> NotImplementedError:
-    return NotImplementedError(f"\"{kernel}\" not implemented for '{NAMES[tensor.dtype]}'")
+def _not_implemented(kernel: str, dtype: torch.dtype) -> NotImplementedError:
+    return NotImplementedError(f"\"{kernel}\" not implemented for '{NAMES[dtype]}'")
 
 
 def _expected(tensor: Tensor, other: Tensor) -> RuntimeError:
@@ -167,7 +125,7 @@ def _only(kernel: str, types, at: int = 0):
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             return
         if tensor.dtype not in types and tensor.numel():
-            raise _not_implemented(kernel, tensor)
+            raise _not_implemented(kernel, tensor.dtype)
 
     return check
 
@@ -178,7 +136,38 @@ def _all_but(kernel: str, types):
     def check(*args, **kwargs):
         for tensor in args[:2]:
             if isinstance(tensor, Tensor) and tensor.dtype in types and tensor.numel():
-                raise _not_implemented(kernel, tensor)
+                raise _not_implemented(kernel, tensor.dtype)
+
+    return check
+
+
+def _positive(at: int, argument: str, default: float, message: str):
+    """A number that has to be positive."""
+
+    def check(*args, **kwargs):
+        value = args[at] if at < len(args) else kwargs.get(argument, default)
+        if not value > 0:
+            raise RuntimeError(f"{message}={value:g}")
+
+    return check
+
+
+def _draws(kernel: str):
+    """A factory draws floating point alone."""
+
+    def check(*args, dtype=None, **kwargs):
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+            raise _not_implemented(kernel, dtype)
+
+    return check
+
+
+def _refused(condition: Callable[..., bool], message: str, error: type[Exception] = RuntimeError):
+    """Refused where the condition holds for its arguments, in these words."""
+
+    def check(*args, **kwargs):
+        if condition(*args, **kwargs):
+            raise error(message)
 
     return check
 
@@ -194,18 +183,21 @@ def _product(kernel: str, lhs: int, rhs: int):
         elif second.dtype is not first.dtype and kernel == MM and first.layout is second.layout is torch.strided:
             _one_type(first, second, args[0] if lhs else None)
         elif first.layout is torch.sparse_coo and first.dtype in HALVES and second.layout is torch.strided:
-            raise _not_implemented("addmm_sparse_cuda", first)  # s_addmm_out_sparse_dense_cuda (cuda/SparseCUDABlas.cu)
+            # s_addmm_out_sparse_dense_cuda (cuda/SparseCUDABlas.cu)
+            raise _not_implemented("addmm_sparse_cuda", first.dtype)
 
     return check
 
 
 def _one_type(first: Tensor, second: Tensor, added: Tensor | None) -> None:
     """addmm_out_cuda_impl (cuda/Blas.cpp); addmm looks at what is added first."""
-    names = [(NAMES[tensor.dtype], C_NAMES.get(tensor.dtype, str(tensor.dtype))) for tensor in (first, second)]
     if added is None:
-        raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {names[0][1]} != {names[1][1]}")
+        kinds = [C_NAMES.get(tensor.dtype, str(tensor.dtype)) for tensor in (first, second)]
+        raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {kinds[0]} != {kinds[1]}")
     if added.dtype is second.dtype:
-        raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {names[0][0]} and {names[1][0]}")
+        raise RuntimeError(
+            f"mat1 and mat2 must have the same dtype, but got {NAMES[first.dtype]} and {NAMES[second.dtype]}"
+        )
 
 
 def _convolution(input, weight, bias=None, *rest, **kwargs):
@@ -214,7 +206,7 @@ def _convolution(input, weight, bias=None, *rest, **kwargs):
         if other is not None and other.dtype is not input.dtype:
             kinds = [f"torch.cuda.{LEGACY.get(tensor.dtype, tensor.dtype)}" for tensor in (input, other)]
             raise RuntimeError(f"Input type ({kinds[0]}) and {name} type ({kinds[1]}) should be the same")
-    if input.dtype is weight.dtype and input.dtype not in NUMBERS and input.numel():
+    if input.dtype not in NUMBERS and input.numel():
         if input.dtype in NAMED_BY_CUDNN:
             raise RuntimeError("GET was unable to find an engine to execute this computation")
         raise RuntimeError(f"getCudnnDataTypeFromScalarType() not supported for {NAMES[input.dtype]}")
@@ -245,14 +237,13 @@ def _int_mm(lhs, rhs, **kwargs):
         return
     if lhs.shape[0] <= 16:
         raise RuntimeError(f"self.size(0) needs to be greater than 16, but got {lhs.shape[0]}")
-    if not lhs.shape[1] or lhs.shape[1] % 8:
-        raise RuntimeError(f"self.size(1) needs to be greater than 0 and a multiple of 8, but got {lhs.shape[1]}")
-    if not rhs.shape[1] or rhs.shape[1] % 8:
-        raise RuntimeError(f"mat2.size(1) needs to be greater than 0 and a multiple of 8, but got {rhs.shape[1]}")
+    for name, size in (("self", lhs.shape[1]), ("mat2", rhs.shape[1])):
+        if not size or size % 8:
+            raise RuntimeError(f"{name}.size(1) needs to be greater than 0 and a multiple of 8, but got {size}")
 
 
 def _scaled_mm(lhs, rhs, *rest, **kwargs):
-    """Rows of whole 16 bytes (cuda/ScaledBlas.cpp)."""
+    """Rows of whole 16 bytes (cuda/ScaledBlas.cpp); before Blackwell, matrices of rows by those of columns alone."""
     if lhs.dim() != 2 or rhs.dim() != 2 or lhs.dtype not in FLOAT8:
         return
     if lhs.shape[1] % 16:
@@ -260,30 +251,8 @@ def _scaled_mm(lhs, rhs, *rest, **kwargs):
         raise RuntimeError(f"Expected trailing dimension of mat1 to be divisible by 16 but got mat1 shape: ({size}).")
     if rhs.shape[0] % 16 or rhs.shape[1] % 16:
         raise RuntimeError(f"mat2 shape ({rhs.shape[0]}x{rhs.shape[1]}) must be divisible by 16")
-
-
-def _histc(tensor, *rest, **kwargs):
-    if tensor.dtype is torch.float16:
-        raise RuntimeError("HalfTensor is not supported")
-
-
-def _lstsq(lhs, rhs, rcond=None, *, driver=None, **kwargs):
-    if lhs.dim() < 2:
-        raise RuntimeError("torch.linalg.lstsq: input must have at least 2 dimensions.")
-    if driver not in (None, "gels"):
-        raise RuntimeError("torch.linalg.lstsq: `driver` other than `gels` is not supported on CUDA")
-
-
-def _ldl_solve(factors, pivots, other, *, hermitian=False, **kwargs):
-    if hermitian and other.is_complex():
-        raise RuntimeError(
-            "torch.linalg.ldl_solve: complex tensors with hermitian=True flag are not supported on CUDA."
-        )
-
-
-def _masked_select(tensor, mask, **kwargs):
-    if mask.dtype is not torch.bool:
-        raise RuntimeError("masked_select: expected BoolTensor for mask")
+    if (lhs.stride(1) != 1 or rhs.stride(0) != 1) and gpu_of(lhs).spec.capability < BLACKWELL:
+        raise RuntimeError("Only multiplication of row-major and column-major matrices is supported by cuBLASLt")
 
 
 def _index(tensor, indices, *rest, **kwargs):
@@ -305,7 +274,7 @@ def _index(tensor, indices, *rest, **kwargs):
 def _nll_loss(tensor, target, *rest, **kwargs):
     """Targets of int64 or uint8 (cuda/NLLLoss.cu)."""
     if target.dtype not in (torch.int64, torch.uint8):
-        raise _not_implemented("nll_loss_forward_reduce_cuda_kernel_2d_index", target)
+        raise _not_implemented("nll_loss_forward_reduce_cuda_kernel_2d_index", target.dtype)
 
 
 def _allclose(tensor, other, *rest, **kwargs):
@@ -313,31 +282,9 @@ def _allclose(tensor, other, *rest, **kwargs):
         raise RuntimeError(f"{NAMES[tensor.dtype]} did not match {NAMES[other.dtype]}")
 
 
-def _median(tensor, *rest, **kwargs):
-    if tensor.dim() > 25:
-        raise RuntimeError("CUDA Tensors cannot have more than 25 dimensions")
-
-
-def _multinomial(tensor, *rest, **kwargs):
-    if tensor.dim() and tensor.shape[-1] > 1 << 24:
-        raise RuntimeError("number of categories cannot exceed 2^24")
-
-
-# -- what is drawn: these numbers decide over no shape, and what a dry run remembers does not know them
-
-
-def _positive(at: int, argument: str, default: float, message: str):
-    def check(*args, **kwargs):
-        value = args[at] if at < len(args) else kwargs.get(argument, default)
-        if not value > 0:
-            raise RuntimeError(f"{message}={value:g}")
-
-    return check
-
-
 def _uniform(tensor, low=0.0, high=1.0, **kwargs):
     if tensor.dtype not in REAL:
-        raise _not_implemented("check_uniform_bounds", tensor)
+        raise _not_implemented("check_uniform_bounds", tensor.dtype)
     if low > high:
         raise RuntimeError(f"uniform_ expects to return a [from, to) range, but found from={low:g} > to={high:g}")
 
@@ -347,21 +294,19 @@ def _geometric(tensor, p, **kwargs):
         raise RuntimeError(f"geometric_ expects p to be in (0, 1), but got p={p:g}")
 
 
-def _new(kernel: str):
-    """A factory draws floating point alone."""
-
-    def check(*args, dtype=None, **kwargs):
-        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
-            raise NotImplementedError(f"\"{kernel}\" not implemented for '{NAMES[dtype]}'")
-
-    return check
+def _lstsq(lhs, rhs, rcond=None, *, driver=None, **kwargs):
+    if lhs.dim() < 2:
+        raise RuntimeError("torch.linalg.lstsq: input must have at least 2 dimensions.")
+    if driver not in (None, "gels"):
+        raise RuntimeError("torch.linalg.lstsq: `driver` other than `gels` is not supported on CUDA")
 
 
-CHECKS = {
+# By name: a function of the operation's arguments that raises CUDA's error
+CHECKS: dict[str, Callable] = {
     **{name: _only(row["kernel"], SETS[row["types"]], row.get("at", 0)) for name, row in TABLES["takes"].items()},
     **{name: _all_but(row["kernel"], SETS[row["types"]]) for name, row in TABLES["refuses"].items()},
     **{name: _positive(**row) for name, row in TABLES["positive"].items()},
-    **{name: _new(kernel) for name, kernel in TABLES["draws"].items()},
+    **{name: _draws(kernel) for name, kernel in TABLES["draws"].items()},
     "mm": _product(MM, 0, 1),
     **dict.fromkeys(("addmm", "addmm_", "_addmm_activation"), _product(MM, 1, 2)),
     "bmm": _product(BMM, 0, 1),
@@ -372,20 +317,25 @@ CHECKS = {
     "native_layer_norm": _norm(2),
     "native_group_norm": _norm(1),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _embedding_bag),
-    "histc": _histc,
+    "histc": _refused(lambda x, *args, **options: x.dtype is torch.float16, "HalfTensor is not supported"),
     "linalg_lstsq": _lstsq,
-    "linalg_ldl_solve": _ldl_solve,
-    "masked_select": _masked_select,
+    "linalg_ldl_solve": _refused(
+        lambda factors, pivots, other, *, hermitian=False, **options: hermitian and other.is_complex(),
+        "torch.linalg.ldl_solve: complex tensors with hermitian=True flag are not supported on CUDA.",
+    ),
+    "masked_select": _refused(
+        lambda x, mask, **options: mask.dtype is not torch.bool, "masked_select: expected BoolTensor for mask"
+    ),
     "index": _index,
     "nll_loss_forward": _nll_loss,
-    **dict.fromkeys(("median", "nanmedian"), _median),
-    "multinomial": _multinomial,
+    **dict.fromkeys(
+        ("median", "nanmedian"),
+        _refused(lambda x, *args, **options: x.dim() > 25, "CUDA Tensors cannot have more than 25 dimensions"),
+    ),
+    "multinomial": _refused(
+        lambda x, *args, **options: x.dim() and x.shape[-1] > 1 << 24, "number of categories cannot exceed 2^24"
+    ),
     "allclose": _allclose,
     "uniform_": _uniform,
     "geometric_": _geometric,
 }
-
-
-def check_of(func):
-    """What raises CUDA's error for the arguments of this operation; None for most."""
-    return CHECKS.get(_compat.packet(func).__name__) if func.namespace == "aten" else None

@@ -9,9 +9,10 @@ import functools
 import torch
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import dry_run, values
-from virtualgpu.engine.half_precision import exact
-from virtualgpu.engine.storage import PLAIN_TYPES, MadeByCpp, allocation_of, gpu_of, is_plain, label
+from virtualgpu.engine import meta_kernels, values
+from virtualgpu.engine.cuda_differences import exact
+from virtualgpu.engine.frames import MadeByCpp
+from virtualgpu.engine.storage import PLAIN_TYPES, allocation_of, gpu_of, is_plain, label
 
 # -- Batch norm of half precision, whose figures a GPU keeps in single precision.
 #
@@ -65,8 +66,7 @@ def _concerns(input, weight, mean) -> bool:
 
 def _weight(dispatch, input, weight) -> torch.Tensor:
     """Single precision; ones where there is none, by which the CPU's kernel knows that figures are to be single precision."""
-    if weight is not None:
-        wide = _widened(dispatch, weight)
+    if (wide := _widened(dispatch, weight)) is not None:
         wide.stands_for_half = True  # for the choice of CUDA's kernel (timing/reductions.py)
         return wide
     with dispatch.machine.untracked():
@@ -239,7 +239,7 @@ def install() -> None:
     for name, kernel in RMS_NORM.items():  # the CPU's tensors, too, as PyTorch has it
         _compat.add_kernel(name, "CPU", kernel)
         _compat.add_kernel(name, "Meta", kernel)
-    for name, kernel in dry_run.KERNELS.items():
+    for name, kernel in meta_kernels.KERNELS.items():
         _compat.add_kernel(name, "Meta", kernel)
 
 

@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import (
-    attention,
-    cuda_checks,
-    cuda_differences,
-    dry_run,
-    factories,
-    nested,
-    overrides,
-    values,
-)
+from virtualgpu.engine import cuda_checks, cuda_differences, dry_run, factories, overrides, values
 from virtualgpu.engine.dry_run import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
-from virtualgpu.engine.host_waits import ALOUD
+from virtualgpu.engine.frames import MadeByCpp, holders
 from virtualgpu.engine.machine import GPU, Machine, dry_runs
-from virtualgpu.engine.operations import Operation, with_tensors
-from virtualgpu.engine.placement import Placement, place_output, place_outputs
-from virtualgpu.engine.storage import MadeByCpp, gpu_of, is_pinned, label, made_by_cpp, tensors_of
+from virtualgpu.engine.operations import ALOUD, Operation, with_tensors
+from virtualgpu.engine.placement import may_stay_on_cpu, mismatch, place_of_lists, place_of_mixed
+from virtualgpu.engine.storage import (
+    allocation_of,
+    gpu_of,
+    is_pinned,
+    label,
+    made_by_cpp,
+    place_output,
+    place_outputs,
+    tensors_of,
+)
 from virtualgpu.engine.timing import Timing
 
 TENSORS_ALONE = (Tensor,)  # what types are where nothing is a subclass
@@ -52,9 +52,8 @@ class Dispatch(_compat.TorchDispatchMode):
         super().__init__()
         self.machine, self.clock, self.local = machine, machine.clock, machine.local
         self.dry, self.eager, self.timing = DryRun(machine), Eager(machine), Timing(machine)
-        placement = Placement(machine)
-        self.place = placement.find
-        self.factories = Factories(machine, self.dry, self.eager, self.timing, placement)
+        self.factories = Factories(self)
+        self.last: GPU | None = None  # on which the latest operation ran
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         __tracebackhide__ = True  # IPython shows the reader's line, not ours
@@ -91,19 +90,19 @@ class Dispatch(_compat.TorchDispatchMode):
                 if self.machine.in_flight.parts:
                     self.machine.in_flight.let_finish(tensors_of(args, kwargs))
                 if (
-                    func in attention.FLEX_KERNELS
-                    and (out := attention.run_flex(self, func, args, kwargs)) is not NotImplemented
+                    func in overrides.FLEX_KERNELS
+                    and (out := overrides.run_flex(self, func, args, kwargs)) is not NotImplemented
                 ):
                     return out
                 with self:  # the operations that it is made of come by
                     return _compat.implementation(func)(*args, **kwargs)
             op = Operation(func, overrides.handler(func))
             if op.extension:
-                op.on_gpu = extension_on_gpu(func)
+                op.on_gpu = overrides.extension_on_gpu(func)
             _operations[func] = op
-        if nested.some or op.name in nested.MAKERS:
+        if overrides.Nested.some or op.name in overrides.MAKERS:
             self._let_finish(op, args, kwargs)
-            out = nested.run(self, op, args, kwargs)
+            out = overrides.run_nested(self, op, args, kwargs)
             if out is not NotImplemented:
                 return out
         if op.plain:
@@ -125,7 +124,7 @@ class Dispatch(_compat.TorchDispatchMode):
             out = op.override(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        if op.extension and (out := run_extension(self, func, args, kwargs)) is not NotImplemented:
+        if op.extension and (out := overrides.run_extension(self, func, args, kwargs)) is not NotImplemented:
             return out
         if op.factory:
             return self.factories.make(op, args, kwargs)
@@ -137,6 +136,67 @@ class Dispatch(_compat.TorchDispatchMode):
         if op.takes_device and (kwargs.get("device") is not None or kwargs.get("pin_memory")):
             return self.factories.make_like(op, args, kwargs, tensors, gpu)
         return self._work(op, args, kwargs, tensors, gpu)
+
+    def place(self, op: Operation, args, kwargs, tensors) -> GPU | None:
+        """The one GPU of these tensors, None for the CPU. As on a GPU, a CPU tensor of no dimension may join in."""
+        machine = self.machine
+        gpu: GPU | None
+        inferred: GPU | None
+        if op.foreach:
+            gpu = place_of_lists(op, args, kwargs, tensors)
+            return None if gpu is None else machine.own(gpu)
+        gpu = inferred = None
+        unplaced: list[Tensor] = []
+        found = written = False
+        for tensor in tensors:
+            try:
+                allocation = tensor.untyped_storage()._virtual_allocation
+            except NotImplementedError:  # sparse tensors
+                allocation = allocation_of(tensor)
+            here = None if allocation is None else allocation.gpu
+            if here is None:
+                if allocation is not None:
+                    if allocation.in_creating_call and (
+                        allocation.in_backward or not holders.in_python(tensor, tensors)
+                    ):
+                        unplaced.append(tensor)
+                        continue
+                    label(tensor, None)
+                if found and gpu is None:
+                    continue
+                if not (op.strict or tensor.dim()):
+                    written = written or any(target is tensor for target in op.written(args, kwargs))
+                    continue
+            elif here is gpu:
+                continue
+            elif allocation.inferred and (found or len(tensors) > 1):
+                unplaced.append(tensor)
+                inferred = here
+                continue
+            if not found:
+                gpu, found = here, True
+            elif op.mixed:
+                gpu = gpu or here
+            elif not may_stay_on_cpu(op, gpu, here):
+                raise mismatch(op, args, kwargs)
+        if not found:
+            gpu = inferred
+        if gpu is None:
+            for tensor in unplaced:
+                if allocation_of(tensor).gpu is not None:  # an inference that was wrong: it is the CPU's
+                    label(tensor, None)
+            return None
+        if op.mixed:
+            gpu = place_of_mixed(op, args, gpu)
+            if gpu is None:
+                return None
+        elif written:
+            raise mismatch(op, args, kwargs)
+        for tensor in unplaced:
+            if allocation_of(tensor).gpu is not gpu:
+                machine.place(tensor, gpu)
+        self.last = gpu
+        return machine.own(gpu) if machine.forked or gpu.machine is not machine else gpu
 
     def _let_finish(self, op: Operation, args, kwargs) -> None:
         """The collectives that fill what this operation reads, or read what it writes to."""
@@ -212,7 +272,7 @@ class Dispatch(_compat.TorchDispatchMode):
                 self.timing.launch(op, args, kwargs, moves, out, gpu)
             else:
                 pinned = is_pinned(args[0]) or is_pinned(args[1])
-                factories.charge(machine, *args[:2], (target, source), len(args) > 2 and args[2], pinned)
+                factories.charge(machine, args[0], args[1], (target, source), len(args) > 2 and args[2], pinned)
         if asserts:
             clock.stop(gpu.index, asserts)
         return out
@@ -260,60 +320,3 @@ def has_dispatch(kind: type) -> bool:
             custom is not None and custom is not _compat.no_dispatch and custom is not torch.Tensor.__torch_dispatch__
         )
     return cached
-
-
-# -- Operations that others wrote in Python, by torch.library: which of their kernels runs here, and whether what it calls comes by.
-#
-# A kernel for every device (`custom_op`, `default`, CompositeExplicitAutograd) sees tensors on GPUs, and each operation of it comes by;
-# so does one for CUDA, where it is the only one. A kernel for the CPU may hand addresses to C or arrays to NumPy: it sees the tensors as
-# what they are, the CPU's, and is one kernel of the GPU.
-
-
-EVERY, CPU, CUDA = "CompositeExplicitAutograd", "CPU", "CUDA"
-
-
-def run_extension(dispatch, func, args, kwargs):
-    """What an operation's kernel in Python makes; NotImplemented where it has none that sees the GPUs."""
-    on_gpu = any(gpu_of(tensor) is not None for tensor in tensors_of(args, kwargs))
-    by_key = _kernels(func)
-    if EVERY in by_key:
-        kernel = by_key[EVERY]
-    elif CPU in by_key:
-        dry = dispatch.machine.dry
-        kernel = None if (dry and _has_meta(func)) or (on_gpu and not dry) else by_key[CPU]
-    else:
-        kernel = by_key.get(CUDA) if on_gpu else None
-    if kernel is None:
-        return NotImplemented
-    with dispatch:  # what it calls comes by
-        return kernel(*args, **kwargs)
-
-
-def extension_on_gpu(func):
-    """The operation, for a GPU's tensors: a kernel for the CPU finds the CPU's."""
-
-    def carry_out(*args, **kwargs):
-        gpu = next((gpu for tensor in tensors_of(args, kwargs) if (gpu := gpu_of(tensor)) is not None), None)
-        if gpu is None:
-            return func(*args, **kwargs)
-        with gpu.machine.untracked():
-            return func(*args, **kwargs)
-
-    return carry_out
-
-
-def _kernels(func) -> dict:
-    """{dispatch key: function} of the kernels that Python registered. Asked anew at every call: a notebook's next cell may add one."""
-    custom = _compat.custom_kernels(func)
-    if custom is not None:
-        keys = {None: EVERY, "cpu": CPU, "cuda": CUDA}
-        return {keys[device]: kernel for device, kernel in custom.items() if device in keys}
-    name = func.name().partition("::")[2]
-    registered = _compat.registered_in_python()
-    return {
-        key: _compat.kernel(func, key) for key in (EVERY, CPU, CUDA) if f"{func.namespace}/{name}/{key}" in registered
-    }
-
-
-def _has_meta(func) -> bool:
-    return _compat.has_kernel(func.name(), "Meta")

@@ -6,15 +6,16 @@ values is not heard: those are ours.
 """
 
 import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from virtualgpu import _compat, errors
 from virtualgpu.engine import cuda_checks
-from virtualgpu.engine.half_precision import HALVES
-from virtualgpu.engine.host_waits import MASKS
-from virtualgpu.engine.operations import Operation, type_name
+from virtualgpu.engine.cuda_differences import HALVES
+from virtualgpu.engine.operations import MASKS, Operation
+from virtualgpu.engine.placement import type_name
 from virtualgpu.engine.storage import reach
 
 ERRORS = (RuntimeError, IndexError, TypeError, ValueError)  # NotImplementedError is one of the first
@@ -38,14 +39,8 @@ OF_VALUES = re.compile(r"ZeroDivisionError|[Pp]ivots|offsets|lengths|invalid mul
 PARTIAL = {"copy_", "cat", "masked_fill_"}
 WHOLE = {"scatter_", "scatter_add_", "scatter_reduce_", "index_add_", "index_copy_", "index_put_", "gather"}
 # Kernels of the CPU that take operands of other shapes or types than CUDA's do, or ask after values
-UNASKED = {
-    "_int_mm",
-    "segment_reduce",
-    "_embedding_bag",
-    "_embedding_bag_forward_only",
-    "linalg_lu_solve",
-    "linalg_ldl_solve",
-}
+UNASKED = {"_int_mm", "segment_reduce", "_embedding_bag", "_embedding_bag_forward_only"}
+UNASKED |= {"linalg_lu_solve", "linalg_ldl_solve"}
 _fine: set = set()  # operations and types that the CPU's kernel has taken
 
 
@@ -63,7 +58,7 @@ def check(op: Operation, args, kwargs, tensors, gpu) -> None:
         if error is not None and (_is_of_values(error) or _is_gpus_affair(op, tensors, error)):
             error = None
     elif not op.foreach and "backward" not in op.name:
-        overlaps = any(_overlaps_itself(tensor) for tensor in _written(op, args, kwargs))
+        overlaps = any(_overlaps_itself(tensor) for tensor in op.written(args, kwargs))
         kinds = op, overlaps, *[(tensor.dtype, tensor.dim()) for tensor in tensors]
         if kinds in _fine or not (overlaps or _is_odd(op, tensors)):
             return
@@ -92,7 +87,7 @@ def check_overlap(op: Operation, args, kwargs, tensors) -> None:
     whole = op.name in WHOLE
     if op.foreach or not (whole or op.pointwise or op.name in PARTIAL):
         return
-    for target in _written(op, args, kwargs):
+    for target in op.written(args, kwargs):
         storage = _compat.address(target.untyped_storage())
         for tensor in tensors:
             if tensor is not target and _compat.address(tensor.untyped_storage()) == storage:
@@ -121,11 +116,6 @@ def _is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def _written(op: Operation, args, kwargs) -> list[Tensor]:
-    values = [args[index] if index < len(args) else kwargs.get(name) for index, name in op.writes]
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
@@ -279,7 +269,7 @@ def _check_index_put(tensor, indices, values, *rest) -> None:
         )
 
 
-OWN_CHECKS = {
+OWN_CHECKS: dict[str, Callable] = {
     "convolution": _check_convolution,
     **dict.fromkeys(("_softmax", "_log_softmax"), _check_softmax),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), _check_index_put),

@@ -1,16 +1,16 @@
-"""Operations on shapes alone, in a dry run: PyTorch's meta kernels, and what they lack, say wrong, or could know from values."""
+"""Operations on shapes alone, in a dry run: by PyTorch's meta kernels, or as remembered; and what a program puts on meta itself."""
 
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from virtualgpu import _compat, environment
-from virtualgpu.engine import cuda_differences, dry_checks, half_precision, values
-from virtualgpu.engine.host_waits import MASKS
+from virtualgpu.engine import dry_checks, values
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.engine.operations import Operation
+from virtualgpu.engine.meta_kernels import by_meta_kernel
+from virtualgpu.engine.operations import MASKS, Operation
 from virtualgpu.engine.storage import reach, storage_of
 from virtualgpu.engine.values import attach, computed, known_of
 from virtualgpu.errors import no_data
@@ -102,222 +102,19 @@ def propagate(op: Operation, tensors, out) -> None:
                 put_on_meta(made)
 
 
-# -- Kernels that PyTorch lacks for shapes alone, without which a dry run could not carry the operation out: what they return has no values.
-#
-# `lacking` registers them.
-
-
-def _like_second(gradient, tensor, *rest, **options):
-    """A gradient has the shape of what it is the gradient of."""
-    return torch.empty_like(tensor)
-
-
-def _close_as_second(gradient, tensor, *rest, **options):
-    """The same, however that lies."""
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
-def _geqrf(matrix):
-    return torch.empty_like(matrix), matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:])))
-
-
-def _like_first(tensor, *rest, **options):
-    return torch.empty_like(tensor)
-
-
-def _with_mask(tensor, *rest, **options):
-    return torch.empty_like(tensor), torch.empty_like(tensor, dtype=torch.bool)
-
-
-def _in_place(*args, **options) -> None:
-    """All that it returns is in what it was given."""
-
-
-FUSED = ("_fused_sgd_", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_")
-KERNELS = {
-    **dict.fromkeys((*FUSED, *(f"{name}.tensor_lr" for name in FUSED)), _in_place),
-    "_transformer_encoder_layer_fwd": _like_first,  # PyTorch 2.11
-    "mish_backward": _like_second,
-    "multi_margin_loss_backward": _like_second,
-    "multilabel_margin_loss_backward": _like_second,
-    "fractional_max_pool3d_backward": _like_second,
-    "_ctc_loss_backward": _close_as_second,
-    "geqrf": _geqrf,
-    "fake_quantize_per_tensor_affine_cachemask": _with_mask,
-    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": _with_mask,
-    "fake_quantize_per_channel_affine_cachemask": _with_mask,
-}
-
-
-# -- What an operation returns in a dry run, where PyTorch's meta kernel says something else than its kernels do: a layout, a type, a size, or
-# how large the storage behind a result is.
-
-
-def corrected(op, args, kwargs, out):
-    """The results of the meta kernel for these shapes, as the kernels give them. Call it untracked."""
-    correct = CORRECTIONS.get(op.func)
-    return out if correct is None else correct(args, kwargs, out)
-
-
-def _convolved(first):
-    def convolved(args, kwargs, out):
-        """Channels come last in what a convolution returns where they do in its input or weight; the meta kernels do not heed it."""
-        formats = {_compat.suggest_memory_format(tensor) for tensor in args[first : first + 2]}
-        last = formats & {torch.channels_last, torch.channels_last_3d}
-        layout = last.pop() if last else torch.contiguous_format
-
-        def laid_out(tensor):
-            if tensor is None or tensor.dim() not in (4, 5):
-                return tensor
-            return _compat.empty(tensor.shape, dtype=tensor.dtype, device="meta", memory_format=layout)
-
-        return laid_out(out) if isinstance(out, torch.Tensor) else tuple(map(laid_out, out))
-
-    return convolved
-
-
-def _within(numel: int, out):
-    """This result at the beginning of memory of so many numbers."""
-    memory = _compat.empty_strided((numel,), (1,), dtype=out.dtype, device="meta")
-    return memory.as_strided(out.shape, out.stride())
-
-
-def _folded(args, kwargs, out):
-    """The kernel makes it as large as its input and then gives it its shape; memory that is left over stays (cuda/Col2Im.cu)."""
-    return _within(args[0].numel(), out) if args[0].numel() > out.numel() else out
-
-
-def _loss(reduction_at: int):
-    def loss(args, kwargs, out):
-        """The loss of each number is worked out in the memory of the result, which is then one number (Loss.cpp, cuda/Loss.cu)."""
-        reduction = args[reduction_at] if len(args) > reduction_at else kwargs.get("reduction", MEAN)
-        numel = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
-        return _within(numel, out) if reduction != NONE and numel > 1 else out
-
-    return loss
-
-
-def _like_input(args, kwargs, out):
-    return _as_type(args[0], out)
-
-
-def _soft_margin(args, kwargs, out):
-    """Of the input's type, whatever the target's."""
-    return _loss(2)(args, kwargs, _as_type(args[0], out))
-
-
-def _loss_backward(args, kwargs, out):
-    return _as_type(args[1], out)
-
-
-def _as_type(tensor, out):
-    if out.dtype is tensor.dtype:
-        return out
-    return _compat.empty_strided(out.shape, out.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _contiguous(args, kwargs, out):
-    return out if out.is_contiguous() else out.contiguous()
-
-
-def _batch_norm(args, kwargs, out):
-    """Nothing is kept of running figures that are used as they are."""
-    if args[5]:
-        return out
-    return out[0], *(figure.new_empty(0) for figure in out[1:])
-
-
-def _group_norm(args, kwargs, out):
-    """Figures are of single precision beside weights that are (param_scalar_type in cpu/mixed_data_type.h, which CUDA asks, too)."""
-    mixed = next((weight for weight in args[1:3] if weight is not None and weight.dtype is not args[0].dtype), out[1])
-    return out[0], *(_as_type(mixed, figure) for figure in out[1:])
-
-
-def _batch_norm_backward(args, kwargs, out):
-    """As layouts has it."""
-    first, *others = _norm_backward(args, kwargs, out)
-    return first if first is None or args[7] else first.contiguous(), *others
-
-
-def _norm_backward(args, kwargs, out):
-    """The gradient has its input's type and layout."""
-    first = out[0]
-    return None if first is None else torch.empty_like(args[1]), *out[1:]
-
-
-def _nll_loss(tensor, target, *rest):
-    """Its kernel for shapes wants int64, or calls it gather's."""
-    return aten.nll_loss_forward.default(tensor, target.long(), *rest)
-
-
-def _masked_fill(tensor, mask, value):
-    """The value may be one number of the host's."""
-    return aten.masked_fill.Tensor(tensor, mask, torch.empty_like(value, device="meta"))
-
-
-def _where(condition, *tensors):
-    """A mask may be of uint8."""
-    return aten.where.self(condition.bool(), *tensors)
-
-
-def _as_first(tensor, *rest):
-    return torch.empty_like(tensor)
-
-
-aten = torch.ops.aten
-# what is asked for a shape in place of the operation
-INSTEAD = {
-    **half_precision.FFT,
-    **cuda_differences.WIDER,
-    aten.nll_loss_forward.default: _nll_loss,
-    aten.masked_fill.Tensor: _masked_fill,
-    aten.where.self: _where,
-    # draws and their derivatives, one for each number of the first argument
-    aten._sample_dirichlet.default: _as_first,
-    aten._dirichlet_grad.default: _as_first,
-    aten._standard_gamma.default: _as_first,
-    aten._standard_gamma_grad.default: _as_first,
-    aten.poisson.default: _as_first,
-    aten.binomial.default: _as_first,
-}
-NONE, MEAN = 0, 1
-CORRECTIONS = {
-    **dict.fromkeys(cuda_differences.FUNCS, _contiguous),
-    aten.convolution.default: _convolved(0),
-    aten._convolution.default: _convolved(0),
-    aten.convolution_backward.default: _convolved(1),
-    aten.col2im.default: _folded,
-    aten.mse_loss.default: _loss(2),
-    aten.smooth_l1_loss.default: _loss(2),
-    aten.binary_cross_entropy.default: _loss(3),
-    aten.huber_loss.default: _like_input,
-    aten.soft_margin_loss.default: _soft_margin,
-    aten.mse_loss_backward.default: _loss_backward,
-    aten.smooth_l1_loss_backward.default: _loss_backward,
-    aten.soft_margin_loss_backward.default: _loss_backward,
-    aten.native_batch_norm.default: _batch_norm,
-    aten.native_batch_norm_backward.default: _batch_norm_backward,
-    aten.native_group_norm.default: _group_norm,
-    aten.native_group_norm_backward.default: _norm_backward,
-}
-
-
 # -- Operations on shapes alone: what an operation gave for the same shapes before, or else PyTorch's meta kernel.
 #
 # Remembering is what makes a dry run cheap: PyTorch's meta kernels are written in Python, and take ten times as long.
 
 
 # They decide over results, too
-SETTINGS = torch.is_grad_enabled, torch.get_default_dtype, torch.is_inference_mode_enabled
-SETTINGS += (torch.are_deterministic_algorithms_enabled,)
+SETTINGS = [torch.is_grad_enabled, torch.get_default_dtype, torch.is_inference_mode_enabled]
+SETTINGS += [torch.are_deterministic_algorithms_enabled]
 BY_TYPE = float, complex, torch.Generator  # their value decides over no shape, and a generator would be kept
 # What makes quantized tensors
 QUANTIZED = {"quantize_per_tensor", "quantize_per_tensor_dynamic", "quantize_per_channel", "_empty_affine_quantized"}
-QUANTIZED |= {
-    "_empty_per_channel_affine_quantized",
-    "_make_per_tensor_quantized_tensor",
-    "_make_per_channel_quantized_tensor",
-}
+QUANTIZED |= {"_make_per_tensor_quantized_tensor", "_make_per_channel_quantized_tensor"}
+QUANTIZED |= {"_empty_per_channel_affine_quantized"}
 TAKEN_AS_TRUE = "_virtualgpu_taken_as_true"  # a tensor's attribute
 COUNTED = "_virtualgpu_counted"  # of a sum: how many truths it adds up
 CHECKS = {"all", "_is_all_true", "sum", "eq"}  # what a program asks of its numbers before it goes on
@@ -334,31 +131,30 @@ class DryRun:
         self.crosscheck = environment.crosscheck()
 
     def run(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
-        """The result as a shape, or the value that is read."""
-        out = self._run(op, args, kwargs, tensors, gpu)
+        """The value that is read, or a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
+        if op.returns_value_to_host:
+            value = values.read(op, args, kwargs, tensors)
+            return self._placeholder_value(op, tensors) if value is NotImplemented else value
+        if op.host_result is not None:
+            return self._packed(op, args)
+        out = self._shape(op, args, kwargs, tensors, gpu)
         if op.name in CHECKS:
             _note_check(op, args, out)
         return out
 
-    def _run(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
-        """As a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
-        if op.returns_value_to_host:
-            value = values.read(op, args, kwargs, tensors)
-            return self.placeholder_value(op, tensors) if value is NotImplemented else value
-        if op.host_result is not None:
-            return self.packed(op, args)
+    def _shape(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
         if op.writes and len(tensors) > 1:
             dry_checks.check_overlap(op, args, kwargs, tensors)
-        key = [op, *[setting() for setting in SETTINGS]]
+        described = [op, *[setting() for setting in SETTINGS]]
         try:
-            _describe(args, key)
-            _describe(kwargs.items(), key)
+            _describe(args, described)
+            _describe(kwargs.items(), described)
         except RuntimeError:  # no strides
-            if any(isinstance(tensor, UninitializedTensorMixin) for tensor in tensors):  # a lazy module's: of no size
-                args = [arg.as_subclass(Tensor) if isinstance(arg, UninitializedTensorMixin) else arg for arg in args]
-                return self.run(op, args, kwargs, args[:1], gpu)
+            if any(map(is_lazy, tensors)):  # a lazy module's: of no size
+                args = [arg.as_subclass(Tensor) if is_lazy(arg) else arg for arg in args]
+                return self._shape(op, args, kwargs, args[:1], gpu)
             raise _sparse(op) from None
-        key = tuple(key)
+        key = tuple(described)
         cached = self.recipes.get(key)
         if cached is not None:
             if self.crosscheck:
@@ -394,13 +190,12 @@ class DryRun:
         if "device" in options:
             options["device"] = torch.device("meta")
         try:
-            out = INSTEAD.get(op.func, op.func)(*shapes, **options)
+            out = by_meta_kernel(op.func, shapes, options)
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"a dry run cannot tell what {op.name} returns: PyTorch has no kernel of it for shapes alone. "
                 "Run this line outside dry_run()"
             ) from error
-        out = corrected(op, shapes, options, out)
         results = out if isinstance(out, (tuple, list)) else [out]
         if any(isinstance(t, torch.Tensor) and t.layout is not torch.strided for t in (*tensors, *results)):
             raise _sparse(op)
@@ -419,7 +214,7 @@ class DryRun:
             )
         return out
 
-    def packed(self, op: Operation, args):
+    def _packed(self, op: Operation, args):
         """A packed sequence, or the padded one of it: as many rows as its lengths say. What C++ reads of them stays on the host with its
         numbers, as if it came from NumPy."""
         lengths = values.known_of(args[1])
@@ -430,7 +225,7 @@ class DryRun:
         with self.machine.untracked():
             return op.func(_on_meta(args[0]), lengths, *args[2:])
 
-    def placeholder_value(self, op: Operation, tensors):
+    def _placeholder_value(self, op: Operation, tensors):
         """What reading a value gives: nan, 0 or False by dtype; False where an operation answers a question (equal), True where all()
         does: checks of numbers hold, those of torch.distributions, say."""
         self.machine.warn_of_nan(values.why_unknown(tensors))
@@ -486,7 +281,7 @@ def _recipe(op: Operation, out, tensors):
         return None  # it answers a question (do these two have one size?)
     single = isinstance(out, torch.Tensor)
     known = {_compat.address(tensor.untyped_storage()) for tensor in tensors}
-    steps = []
+    steps: list[tuple[int | None, tuple | None]] = []  # of each result: which argument it is, or its shape
     for index, result in enumerate([out] if single else out):
         same = op.returns[index] if index < len(op.returns) else None
         if same is not None:
@@ -503,13 +298,15 @@ def _recipe(op: Operation, out, tensors):
         else:
             known.add(_compat.address(result.untyped_storage()))
             steps.append((None, (tuple(result.shape), result.stride(), result.dtype)))
+
+    def remake(args, same: int | None, new: tuple | None):
+        return args[same] if same is not None else None if new is None else _empty(*new)
+
     if single:
         same, new = steps[0]
-        return (lambda args: _empty(*new)) if same is None else (lambda args: args[same])
+        return (lambda args: args[same]) if new is None else (lambda args: _empty(*new))
     kind = list if isinstance(out, list) else tuple
-    return lambda args: kind(
-        args[same] if same is not None else None if new is None else _empty(*new) for same, new in steps
-    )
+    return lambda args: kind(remake(args, *step) for step in steps)
 
 
 def _empty(shape, stride, dtype) -> torch.Tensor:
@@ -538,18 +335,14 @@ def crosscheck(op, args, remembered, anew) -> None:
     """VIRTUALGPU_CROSSCHECK=1: what counts as the same call is a key, and a key can lack something. Raises RuntimeError where what was
     remembered differs from what the meta kernel gives now. Of both, what an operation in place returns may be the argument itself.
     """
-    before, now = _parts(remembered), _parts(anew)
-    brief = [any(part is arg for arg in args) for part in before]
-    before, now = (list(map(_properties, parts, brief)) for parts in (before, now))
-    if before != now:
+    before, now = ([out] if isinstance(out, Tensor) or out is None else list(out) for out in (remembered, anew))
+    of_arguments = [any(part is arg for arg in args) for part in before]
+    before, now = (list(map(_properties, parts, of_arguments)) for parts in (before, now))
+    if before != now or type(remembered) is not type(anew):
         raise RuntimeError(
-            f"a dry run remembered {before} of {op.func} and finds {now}, for the arguments {tuple(map(_short, args))}: the key of "
-            "what a dry run remembers (engine/dry.py) lacks what tells these calls apart. Please report it"
+            f"a dry run remembered {before} of {op.func} and finds {now}: the key of what a dry run remembers (engine/dry_run.py) lacks what "
+            "tells these calls apart. Please report it"
         )
-
-
-def _parts(out) -> list:
-    return [type(out), *out] if isinstance(out, (tuple, list)) else [out]
 
 
 def _properties(result, is_argument: bool):
@@ -562,9 +355,3 @@ def _properties(result, is_argument: bool):
     storage = result.untyped_storage()
     where = result.storage_offset(), storage.nbytes(), _compat.real_storage_device(storage).type
     return (*shape, *where, result.is_conj(), result.is_neg())
-
-
-def _short(value):
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    return tuple(map(_short, value)) if isinstance(value, (tuple, list)) else value

@@ -7,13 +7,11 @@ from torch import Tensor
 
 from virtualgpu import _compat
 from virtualgpu.engine import values
-from virtualgpu.engine.dry_run import DryRun, is_on_meta, put_on_meta
-from virtualgpu.engine.eager import Eager
+from virtualgpu.engine.dry_run import is_on_meta, put_on_meta
+from virtualgpu.engine.frames import MadeByCpp
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import EMPTY, Operation
-from virtualgpu.engine.placement import Placement, place_output
-from virtualgpu.engine.storage import Allocation, MadeByCpp, gpu_of, is_pinned, label, made_by_cpp, pin
-from virtualgpu.engine.timing import Timing
+from virtualgpu.engine.storage import Allocation, gpu_of, is_pinned, label, made_by_cpp, pin, place_output
 from virtualgpu.timing.memory_bound import ELEMENTWISE
 
 # -- Copies from one place to another: what they send, and what they need on a GPU beside (aten/src/ATen/native/cuda/Copy.cu).
@@ -87,8 +85,10 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 class Factories:
     """Makes tensors on the GPUs of one machine, or on the CPU."""
 
-    def __init__(self, machine: Machine, dry: DryRun, eager: Eager, timing: Timing, placement: Placement):
-        self.machine, self.dry, self.eager, self.timing, self.placement = machine, dry, eager, timing, placement
+    def __init__(self, dispatch):
+        """dispatch: the thread's `Dispatch`, which hands such operations over."""
+        self.dispatch, self.machine = dispatch, dispatch.machine
+        self.dry, self.eager, self.timing = dispatch.dry, dispatch.eager, dispatch.timing
 
     def make(self, op: Operation, args, kwargs):
         """A tensor from no other: on the GPU or the CPU that `device` says."""
@@ -125,7 +125,7 @@ class Factories:
             if (gpu is None and (by_python or number)) or (by_python and values.is_kept(out) and not op.random):
                 values.propagate_factory(op, args, {**options, "device": CPU}, out)
             else:
-                values.name_small([out], op.name)
+                values.name(filter(values.is_kept, [out]), op.name)
         elif gpu is None:
             out = op.on_cpu(*args, **options)
         else:
@@ -147,7 +147,7 @@ class Factories:
                 node, torch.autograd.function.BackwardCFunction
             )  # then it is of an output, not an input
             leaf = None if by_python else next(_leaves(node), None)
-            gpu = self.placement.last if leaf is None else gpu_of(leaf)
+            gpu = self.dispatch.last if leaf is None else gpu_of(leaf)
             if gpu is not None:
                 if gpu.machine is self.machine:
                     label(out, Allocation(gpu, out.untyped_storage().nbytes(), inferred=True))
@@ -185,7 +185,9 @@ class Factories:
             place_output(op, out, target)
         elif own:
             label(out, MadeByCpp())
-        if op.waits is not None and op.waits(args, kwargs):  # linspace: numbers that are read of tensors
+        if (
+            source is not None and op.waits is not None and op.waits(args, kwargs)
+        ):  # linspace: numbers that are read of tensors
             self.machine.clock.wait_for(self.machine.clock.current(source.index))
         if op.converts and target is not source:
             pinned = bool(kwargs.get("pin_memory")) or is_pinned(tensors[0])

@@ -1,19 +1,16 @@
-"""All virtual GPUs of a process: each one's memory, which one is current, and what each thread is doing with them."""
+"""All virtual GPUs of a process, the clock they share, which one is current, and what each thread is doing with them."""
 
 import contextlib
-import functools
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
-from uuid import UUID
+from typing import Any
 
 import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine.frames import initializes, warn_at_the_program
-from virtualgpu.engine.scratch_memory import Workspaces
+from virtualgpu.engine.gpu import CONTEXT, GPU, Workspaces
 from virtualgpu.engine.storage import (
     ALLOCATION,
     Allocation,
@@ -23,190 +20,16 @@ from virtualgpu.engine.storage import (
     storage_of,
     stream_of_leaf,
 )
-from virtualgpu.environment import DRY_HAS_NO_VALUES, launch_blocking, uuid
-from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized, forked, invalid_ordinal, no_gpus, used_before_fork
+from virtualgpu.environment import DRY_HAS_NO_VALUES, launch_blocking
+from virtualgpu.errors import forked, invalid_ordinal, no_gpus, used_before_fork
 from virtualgpu.hardware import datasheet
 from virtualgpu.hardware.datasheet import Link
 from virtualgpu.hardware.machine import DATASHEET, HOSTS, MachineSettings, Network
 from virtualgpu.hardware.specs import Spec
-from virtualgpu.hardware.units import MIB
-from virtualgpu.memory.allocator import CachingAllocator
-from virtualgpu.memory.ledger import PLAYED_PID, Ledger
+from virtualgpu.memory.ledger import Ledger
 from virtualgpu.timing.clock import Clock
-from virtualgpu.timing.kernels import Kernels
 
-# -- One virtual GPU: its memory, which every thread may ask for, and its place in the clock.
-
-# What a process's CUDA context takes of a GPU before its first tensor: 102 MiB on Colab's T4 (nvidia-smi, CUDA 12).
-CONTEXT = 102 * MIB
-# From capability 9.0 on, with the kernels that the first tensor loads (92 MiB of it): an H100, driver 580, CUDA 13, PyTorch 2.11,
-# 2026-11-26. Not counted: 66 MiB of cuBLAS's kernels at the first product there, 492 MiB of NCCL's at the first collective.
-CONTEXT_OF_HOPPER = 610 * MIB
-
-
-class Owner(Protocol):
-    """What a GPU asks of the machine that it is part of."""
-
-    clock: Clock
-    settings: MachineSettings
-
-
-class GPU:
-    """One virtual GPU: its spec, its memory, its place in the clock.
-
-    index: CUDA's number of it. physical: the machine's, which CUDA_VISIBLE_DEVICES may have changed.
-    """
-
-    def __init__(self, index: int, spec: Spec, machine: Owner, physical: int | None = None):
-        self.index, self.spec, self.machine = index, spec, machine
-        self.physical = index if physical is None else physical
-        self.device = torch.device("cuda", index)
-        self.kernels = Kernels(spec, peak=machine.settings.clock == DATASHEET)
-        # a GPU made small for a lesson keeps its memory for the lesson
-        contexts = (CONTEXT_OF_HOPPER, CONTEXT) if spec.capability >= (9, 0) else (CONTEXT,)
-        context = next((context for context in contexts if spec.memory > 8 * context), 0)
-        self.lock = threading.RLock()
-        self.memory = CachingAllocator(spec.memory, index, context, timeline=_Timeline(machine.clock, index))
-        self.uuid = UUID(uuid(self.physical).removeprefix("GPU-"))
-        self.cudnn = False  # has its handle
-        self.workspaces: dict = {}  # of cuBLAS, that handles keep
-        self.makes_workspace = False  # is what asks for memory now cuBLAS?
-        self._freed: deque = deque()
-
-    def share(self, ledger: Ledger) -> None:
-        """From now on its memory is shared with the other processes that keep this ledger."""
-        with self.lock:  # another thread's malloc asks both, or none
-            note = functools.partial(self.note, ledger)
-            self.memory.share(functools.partial(ledger.processes, self.physical), ledger.lock, note)
-
-    def note(self, ledger: Ledger, memory: CachingAllocator) -> None:
-        """Write down what this process holds of it."""
-        held = memory.reserved + memory.context
-        ledger.note(self.physical, held, memory.peak_allocated, memory.peak_reserved, memory.occupied)
-
-    @contextlib.contextmanager
-    def leaving(self, nbytes: int, container: bool = False) -> Iterator[None]:
-        """In this block another process holds all that is free now but so many bytes. container: this one's pid is the host's."""
-        before = self.memory.host_pid
-        with self.lock:
-            if container:
-                self.memory.be_in_container(PLAYED_PID + 1)
-            taken = max(0, self.settled().free_on_gpu - nbytes)
-            self.memory.occupy(taken)
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.memory.be_in_container(before)
-                self.memory.occupy(-taken)
-
-    def malloc(self, nbytes: int):
-        """A block of memory on the current stream. Raises torch.OutOfMemoryError as PyTorch would."""
-        clock = self.machine.clock
-        stream = clock.current(self.index).id if clock.multi else 0  # as `stream`, written out for speed
-        with self.lock:
-            while self._freed:  # as `_collect`, which is a call more for every result
-                self.memory.free(*self._freed.popleft())
-            return self.memory.malloc(nbytes, stream)
-
-    def malloc_workspace(self, nbytes: int):
-        """As `malloc`, for cuBLAS."""
-        with self.lock:
-            self.makes_workspace = True
-            try:
-                return self.malloc(nbytes)
-            finally:
-                self.makes_workspace = False
-
-    def lend_workspace(self, nbytes: int) -> None:
-        """Memory for cuBLAS, for the length of one call."""
-        clock = self.machine.clock
-        stream = clock.current(self.index).id if clock.multi else 0  # as `stream`
-        with self.lock:
-            if self._freed:
-                self._collect()
-            self.makes_workspace = True
-            try:
-                self.memory.free(self.memory.malloc(nbytes, stream))
-            finally:
-                self.makes_workspace = False
-
-    def lend(self, sizes: list[int], needed: bool = True) -> None:
-        """Blocks of these bytes, all at once, for the length of one call. Where there is no room, raises torch.OutOfMemoryError, or, if
-        they are not `needed`, goes without: cuDNN has kernels that take less."""
-        blocks = []
-        try:
-            for nbytes in filter(None, sizes):  # 0 of the gradient of x[nothing]
-                blocks.append(self.malloc(nbytes))  # those before are given back where one fails
-        except torch.OutOfMemoryError:
-            if needed:
-                raise
-        finally:
-            for block in blocks:
-                self.free(block)
-
-    @property
-    def stream(self) -> int:
-        """The id of the current stream."""
-        clock = self.machine.clock
-        return clock.current(self.index).id if clock.multi else 0
-
-    def require(self, nbytes: int | list[int]) -> None:
-        """Raises torch.OutOfMemoryError where a block of that size, or blocks of these, cannot be had; nothing is taken."""
-        with self.lock:
-            self._collect()
-            self.memory.require(nbytes, self.machine.clock.current(self.index).id)
-
-    def free(self, block) -> None:
-        """Only noted here: a destructor may run in the middle of malloc. Streams that use the block are asked for their time now."""
-        ends = None
-        if block.streams:
-            clock = self.machine.clock
-            ends = {stream: clock.stream(self.index, stream).ready for stream in block.streams}
-        history = self.memory.history
-        self._freed.append((block, ends, history.gather(freeing=True) if history else None))
-
-    def settled(self) -> CachingAllocator:
-        """The allocator with every free carried out, for whoever reads figures."""
-        with self.lock:
-            self._collect()
-        return self.memory
-
-    @contextlib.contextmanager
-    def only(self) -> Iterator[CachingAllocator]:
-        """The same, which nobody else changes in this block."""
-        with self.lock:
-            yield self.settled()
-
-    def use_cudnn(self) -> None:
-        """The first convolution makes cuDNN's handle, which cannot use what PyTorch keeps reserved. Raises RuntimeError without room."""
-        if self.settled().free_on_gpu < CUDNN_HANDLE:
-            raise cudnn_not_initialized()
-        self.cudnn = True
-
-    def _collect(self) -> None:
-        while self._freed:
-            self.memory.free(*self._freed.popleft())
-
-    def __repr__(self) -> str:
-        return f"cuda:{self.index} ({self.spec.name}, virtual)"
-
-
-class _Timeline:
-    """What the allocator asks about time."""
-
-    def __init__(self, clock: Clock, gpu: int):
-        self.clock, self.gpu = clock, gpu
-
-    def now(self) -> float:
-        return self.clock.host
-
-    def ready(self, stream: int) -> float:
-        return self.clock.stream(self.gpu, stream).ready
-
-    def wait_until(self, moment: float) -> None:
-        self.clock.wait_until(moment)
-
+__all__ = ["ALLOCATION", "CONTEXT", "GPU", "Allocation", "Machine", "gpu_of", "storage_of"]
 
 # -- What each thread is doing with the virtual GPUs.
 #
@@ -311,10 +134,8 @@ class DryRuns:
 dry_runs = DryRuns()
 
 
-# -- All the virtual GPUs: the clock they share, which one is current, and what each thread is doing with them.
+# -- All the virtual GPUs.
 
-
-__all__ = ["ALLOCATION", "CONTEXT", "GPU", "Allocation", "Machine", "gpu_of", "storage_of"]
 
 # From the end of a kernel to the beginning of the next in its stream: kernels of 2.9 us come every 3.8 us on a V100 that has enough of them to do
 # (NVIDIA, "Getting Started with CUDA Graphs", 2019; 3.4 us in a graph)
@@ -354,7 +175,7 @@ class Machine:
         self.real_gpus = 0
         self.initialized = self.forked = self.closed = False
         self.enter, self.leave = enter, leave
-        self.choose = None
+        self.choose: Callable[[], list[int]] | None = None
         self._on_first_use: list[Callable[[], None]] = []
         self.timers = "told"
         self._warns_of_nan = True
@@ -496,7 +317,7 @@ class Machine:
         """Somebody uses a GPU. Raises PyTorch's error in a process that was forked from one that had."""
         if self.forked:
             raise forked()
-        if self.local.seen is not self and not self.closed:
+        if self.local.seen is not self and not self.closed and self.enter is not None:
             self.enter()
         if not self.initialized:
             self.initialize()

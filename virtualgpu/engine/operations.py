@@ -1,12 +1,16 @@
-"""What is known about each operation of ATen, from its schema and a few lists; and PyTorch's words for tensors in the wrong place."""
+"""What is known about each operation of ATen, from its schema and a few lists; and for which of them the host waits."""
+
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from virtualgpu import _compat
-from virtualgpu.engine import cuda_differences, half_precision, host_waits
-from virtualgpu.engine.cuda_checks import ALERTS, LEGACY, check_of
-from virtualgpu.engine.rng import draws, from_default, with_generator
-from virtualgpu.engine.scratch_memory import RULES, USERS
+from virtualgpu.engine import cuda_differences
+from virtualgpu.engine.cuda_checks import ALERTS, CHECKS
+from virtualgpu.engine.eager import draws, from_default, with_generator
+from virtualgpu.engine.gpu import USERS
+from virtualgpu.engine.scratch_memory import TEMPORARIES
 from virtualgpu.engine.storage import gpu_of, tensors_of
 from virtualgpu.timing import host
 from virtualgpu.timing.flops import CONVOLUTIONS, WRITE_ONLY, formula, tf32_switch
@@ -18,20 +22,11 @@ aten = torch.ops.aten
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 PACKING = {aten._pack_padded_sequence, aten._pad_packed_sequence, aten._pack_padded_sequence_backward}
 LENGTHS = {aten._ctc_loss, aten._ctc_loss_backward}
-# A number on the CPU (no dimensions) may join most operations of GPU tensors; not these, where PyTorch is strict
+# A number on the CPU (no dimensions) may join most operations of GPU tensors; not these, where PyTorch is strict: the pointwise ones among
+# them are those without `device_check: NoCheck` in native_functions.yaml
 STRICT = {aten.cat, aten.stack, aten.index_select, aten.gather, aten.take, aten.embedding, aten.nll_loss_forward}
-# and among the pointwise ones, those without `device_check: NoCheck` in native_functions.yaml
-STRICT_POINTWISE = {
-    aten.clamp,
-    aten.clamp_,
-    aten.clamp_min,
-    aten.clamp_min_,
-    aten.clamp_max,
-    aten.clamp_max_,
-    aten.equal,
-}
-STRICT_POINTWISE |= {aten.gcd, aten.lcm, aten.logaddexp, aten.logaddexp2, aten.igamma, aten.igammac, aten.nextafter}
-STRICT |= STRICT_POINTWISE
+STRICT |= {aten.clamp, aten.clamp_, aten.clamp_min, aten.clamp_min_, aten.clamp_max, aten.clamp_max_, aten.equal}
+STRICT |= {aten.gcd, aten.lcm, aten.logaddexp, aten.logaddexp2, aten.igamma, aten.igammac, aten.nextafter}
 # Results that are for the host in any case
 HOST_RESULTS = {aten._pack_padded_sequence: 1, aten._pad_packed_sequence: 1}
 # Results that have no memory on a GPU: what the CPU's kernel keeps for the derivative, and CUDA's does not
@@ -39,8 +34,13 @@ EMPTY_RESULTS = {aten.log_sigmoid_forward: 1}
 # Namespaces of PyTorch: ATen, and what FSDP2 and symmetric memory register for each device by itself
 OWN = {"aten", "prims", "prim", "fsdp", "symm_mem", "_native"}
 # What stands for an operation with numbers
-ON_GPU = {**half_precision.FFT, **cuda_differences.HISTOGRAMS, **half_precision.LAYER_NORM, **cuda_differences.LAYOUTS}
-ON_GPU |= {**half_precision.SCALED_PRODUCTS, **cuda_differences.WIDER}
+ON_GPU = {
+    **cuda_differences.FFT,
+    **cuda_differences.HISTOGRAMS,
+    **cuda_differences.LAYER_NORM,
+    **cuda_differences.LAYOUTS,
+}
+ON_GPU |= cuda_differences.WIDER
 RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 # Views without PyTorch's tag: what they return has the storage of what they are given
 VIEWS = {aten._unsafe_view, aten.lift_fresh, aten._values, aten._indices, aten.values, aten.indices}
@@ -53,8 +53,6 @@ GROWING |= {aten.matmul, aten.convolution, aten.embedding, aten.index, aten.cont
 GROWING |= {aten.index_select, aten.gather, aten.cdist, aten._cdist_forward, aten.upsample_nearest2d, aten.addr}
 GROWING |= {aten.outer, aten.kron, aten.upsample_bilinear2d, aten.upsample_nearest3d, aten.tile, aten.scatter}
 PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # which argument is the left factor
-MKLDNN = " or input should be a MKLDNN tensor and weight is a dense tensor"
-SAME_DEVICE = "Expected all tensors to be on the same device"
 
 
 class Operation:
@@ -74,7 +72,7 @@ class Operation:
     than all that goes in; `grows`: see GROWING; `product`: see PRODUCTS), `cacheable` (a dry run may remember its result's shape).
 
     What carries it out: `on_cpu` and `on_gpu`, for their tensors; `apart` (with numbers it may need more than that: it draws, or is one of
-    half_precision.IN_FLOAT32); `random` (draws from a generator; `generator`: one can be given; `drawn_with`: draws the same from one that it
+    cuda_differences.IN_FLOAT32); `random` (draws from a generator; `generator`: one can be given; `drawn_with`: draws the same from one that it
     is given by name, None: nothing does); `alert` (see cuda_checks.ALERTS); `unsupported` (raises what CUDA's kernel refuses). None for most.
 
     What it costs: `kernel` (takes the time of one, by FLOPs and bytes), `formula` (counts its FLOPs), `kind` (what limits it, where it only
@@ -88,9 +86,10 @@ class Operation:
         packet = _compat.packet(func)
         arguments = schema.arguments
         self.func, self.name = func, packet.__name__
+        aten_own = func.namespace == "aten"
         self.override = override
-        self.alert = ALERTS.get(self.name) if func.namespace == "aten" else None
-        self.composite = func.namespace == "aten" and _compat.is_composite(func)
+        self.alert = ALERTS.get(self.name) if aten_own else None
+        self.composite = aten_own and _compat.is_composite(func)
         self.is_view = func.is_view or packet in VIEWS
         if torch.Tag.inplace_view in func.tags and self.name not in RESIZING:
             self.is_view = True  # t_, unsqueeze_, detach_
@@ -119,16 +118,16 @@ class Operation:
         self.tf32_switch = tf32_switch(func)
         self.weight_of_view = host.WEIGHTS.get(self.name) if self.is_view else None
         self.write_only = func in WRITE_ONLY
-        self.unsupported = check_of(func)
-        self.waits = host_waits.rule_of(func)
-        self.workspace = USERS.get(self.name) if func.namespace == "aten" else None
-        self.temporaries = RULES.get(self.name) if func.namespace == "aten" else None
-        self.derives = self.name in cuda_differences.NODES and func.namespace == "aten"
+        self.unsupported = CHECKS.get(self.name) if aten_own else None
+        self.waits = _waits_of(func)
+        self.workspace = USERS.get(self.name) if aten_own else None
+        self.temporaries = TEMPORARIES.get(self.name) if aten_own else None
+        self.derives = aten_own and self.name in cuda_differences.NODES
         self.host_result = HOST_RESULTS.get(packet)
         self.empty_result = EMPTY_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)
         self.random = draws(func)
-        self.apart = self.random or func in half_precision.IN_FLOAT32
+        self.apart = self.random or func in cuda_differences.IN_FLOAT32
         self.drawn_with = with_generator(func) if self.random else None
         self.on_cpu = from_default(func) if self.random else func
         self.on_gpu = ON_GPU.get(func, func)
@@ -171,49 +170,118 @@ def with_tensors(func, args) -> list:
     ]
 
 
-def mismatch(op: Operation, args, kwargs) -> RuntimeError:
-    """PyTorch's error for tensors on two devices: which words it has depends on the operation."""
-    values = list(zip([argument.name for argument in _compat.schema(op.func).arguments], args, strict=False))
-    named = []
-    for name, value in (*values, *kwargs.items()):
-        for tensor in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(tensor, torch.Tensor):
-                named.append((name, tensor, tensor.device))
-    if op.name in ("convolution", "_convolution"):
-        (_, input, place), *others = named
-        for name, tensor, where in others:
-            if where.type != place.type:
-                kinds = f"Input type ({type_name(input)}) and {name} type ({type_name(tensor)}) should be the same"
-                return RuntimeError(kinds + ("" if place.type == "cuda" else MKLDNN))
-    common = named[0][2]
-    if op.name == "allclose" or (op.pointwise and _compat.packet(op.func) not in STRICT_POINTWISE):
-        common = next((where for _, _, where in named if where.type == "cuda"), common)  # TensorIterator's
-        other = next((where for _, _, where in named if where != common), common)
-        return RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {common} and {other}!")
-    name, other = next(((name, where) for name, _, where in named if where != common), named[0][::2])
-    if op.foreach:
-        return RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {common} and {other}!")
-    return wrong_device(op.func, name, other, common)
+# -- For which operations the host waits for the GPU, and whether torch.cuda.set_sync_debug_mode speaks of it.
+#
+# It speaks where PyTorch waits by c10::cuda (memcpy_and_sync, stream_synchronize), as item() does; Thrust's algorithms wait by themselves. By
+# the kernels in aten/src/ATen/native, and, for what they share with the CPU's, by what PyTorch's profiler shows below them there. The source
+# counts where documentation says more: `cond` by another norm than 2, -2 and "nuc" reads no value. What C++ composes of other
+# operations (linalg.inv of inv_ex and a check) is not here, for these come by.
 
 
-def wrong_device(func, name: str, other, common) -> RuntimeError:
-    """The error of the code that PyTorch generates around each kernel (torchgen/dest/register_dispatch_key.py)."""
-    kernel = _compat.packet(func).__name__
-    if kernel == "embedding":
-        func, name = aten.index_select.default, "index"
-    elif kernel == "stack":
-        func = aten.cat.default
-    kernel, overload = _compat.packet(func).__name__, _compat.overload_name(func)
-    overload = "" if overload == "default" else overload
-    wrapper = "_".join(filter(None, (kernel, overload))) if _compat.is_structured(func) else f"{overload}_{kernel}"
-    return RuntimeError(
-        f"{SAME_DEVICE}, but got {name} is on {other}, different from other tensors on "
-        f"{common} (when checking argument in method wrapper_CUDA_{wrapper})"
-    )
+SILENTLY, ALOUD = 1, 2
+Rule = Callable[[tuple, dict], int]  # (args, kwargs) -> SILENTLY, ALOUD, or 0: it does not wait
+MASKS = {torch.bool, torch.uint8}  # as indices
+FUSED_MODE = 2048  # numbers of a row, up to which torch.mode is one kernel (TensorModeKernel.cpp)
 
 
-def type_name(tensor: torch.Tensor) -> str:
-    """What Tensor.type() answers, and some errors still say: torch.cuda.FloatTensor."""
-    sparse = "sparse." if tensor.layout is torch.sparse_coo else ""
-    where = "cuda." if gpu_of(tensor) else ""
-    return f"torch.{where}{sparse}{LEGACY.get(tensor.dtype, str(tensor.dtype))}"
+def _aloud_if(condition: Callable[[tuple, dict], object]) -> Rule:
+    return lambda args, kwargs: ALOUD if condition(args, kwargs) else 0
+
+
+def _argument(args, kwargs, position: int, name: str, default=None):
+    return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+def _reads(name: str, *positions: int) -> Rule:
+    """It waits where one of these arguments, or the one of that name, is a tensor on a GPU."""
+    return _aloud_if(lambda args, kwargs: any(_is_on_gpu(_argument(args, kwargs, at, name)) for at in positions))
+
+
+def _is_on_gpu(value) -> bool:
+    return isinstance(value, Tensor) and gpu_of(value) is not None
+
+
+def _by_mask(args, kwargs) -> bool:
+    return any(index is not None and index.dtype in MASKS for index in args[1])
+
+
+def _compares_values(args, kwargs) -> bool:
+    """equal: two sizes are two tensors, and nothing equals nothing. A traced function hands over numbers."""
+    one, other = args[:2]
+    return not (isinstance(one, Tensor) and isinstance(other, Tensor)) or (one.shape == other.shape and one.numel())
+
+
+def _finds_range(args, kwargs) -> bool:
+    """histc: the range of the numbers, where none is given."""
+    low, high = (_argument(args, kwargs, at, name, 0) for at, name in ((2, "min"), (3, "max")))
+    return low == high and args[0].numel()
+
+
+def _sorts(args, kwargs) -> bool:
+    """isin of many: the unique ones among both are sorted, unless they are so already (TensorCompare.cpp)."""
+    elements, among = (value.numel() if isinstance(value, Tensor) else 1 for value in args[:2])
+    many = isinstance(args[1], Tensor) and among >= 10 * elements**0.145
+    return many and not kwargs.get("assume_unique")
+
+
+def _long_rows(args, kwargs) -> int:
+    dim = _argument(args, kwargs, 1, "dim", -1)
+    return SILENTLY if args[0].dim() and args[0].shape[dim] > FUSED_MODE else 0
+
+
+def _within(*nodes: str) -> Rule:
+    """Derivatives ask for a value that C++ does not ask for where a dispatch mode is on (areAnyTensorSubclassLike): it takes another way,
+    of which this operation is a part."""
+    return _aloud_if(lambda args, kwargs: _compat.graph_task() != -1 and _compat.current_node().name() in nodes)
+
+
+# What a decomposition reports is read: infos.any().item() (_linalg_check_errors), infos.cpu() (_check_gesvdj_convergence); lengths are copied
+# to the GPU (ctc_loss); std.min() (normal)
+ALWAYS = (
+    "_linalg_check_errors _linalg_eigh _linalg_svd linalg_eig _linalg_eigvals linalg_eigvals linalg_lstsq linalg_pinv linalg_polar "
+    "linalg_matrix_sqrth _ctc_loss _ctc_loss_backward masked_scatter_backward normal.float_Tensor normal.Tensor_Tensor "
+    "quantize_per_tensor.tensor_qparams _nested_tensor_from_mask _nested_tensor_from_mask_left_aligned"
+)
+FROM_STRIDED = ("_to_sparse", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc")
+# x[mask] = values: PyTorch counts the mask's entries, unless it is one number of the host's, with which it fills
+WRITES_BY_MASK = _aloud_if(lambda a, k: (a[2].numel() != 1 or gpu_of(a[2]) is not None) and _by_mask(a, k))
+# By name, or by name and overload: arguments by position (a) and by name (k)
+WAITS: dict[str, Rule] = {
+    **dict.fromkeys(ALWAYS.split(), lambda a, k: ALOUD),
+    "linalg_matrix_exp": _aloud_if(lambda a, k: a[0].numel() and a[0].shape[-1] > 1),  # their norms
+    **dict.fromkeys(FROM_STRIDED, _aloud_if(lambda a, k: a[0].layout is torch.strided)),
+    # indices of several dimensions become one by factors that are copied from the host
+    "_coalesce": lambda a, k: ALOUD if a[0].sparse_dim() > 1 else SILENTLY,
+    "segment_reduce": _aloud_if(lambda a, k: not k.get("unsafe") and k.get("lengths") is not None),
+    **dict.fromkeys(("linspace", "logspace"), _reads("start", 0, 1)),
+    **dict.fromkeys(("masked_fill.Tensor", "masked_fill_.Tensor"), _reads("value", 2)),
+    **dict.fromkeys(("index_fill.int_Tensor", "index_fill_.int_Tensor"), _reads("value", 3)),
+    # its smallest and largest index
+    "searchsorted": _aloud_if(lambda a, k: (sorter := k.get("sorter")) is not None and sorter.numel()),
+    "histc": _aloud_if(_finds_range),
+    "isin": _aloud_if(_sorts),
+    "equal": _aloud_if(_compares_values),
+    "repeat_interleave": _aloud_if(lambda a, k: k.get("output_size") is None),
+    **dict.fromkeys(("index", "_unsafe_index"), _aloud_if(_by_mask)),
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), WRITES_BY_MASK),
+    "mode": _long_rows,
+    **dict.fromkeys(("unique_dim", "unique_dim_consecutive"), lambda a, k: SILENTLY),
+    "unique_consecutive": lambda a, k: ALOUD if _argument(a, k, 3, "dim") is None else SILENTLY,
+    "where": _within("MaskedFillBackward1"),
+    "logical_and": _within("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"),
+    "cumprod": _within("ProdBackward0", "ProdBackward1", "CumprodBackward0"),
+}
+
+
+def _waits_of(func) -> Rule | None:
+    """When the host waits for an operation; None: never. PyTorch's tags say so of those that give a value, or a shape of values."""
+    if func.namespace != "aten":
+        return None
+    name, overload = _compat.packet(func).__name__, _compat.overload_name(func).removesuffix("_out")
+    rule = WAITS.get(f"{name}.{overload}", WAITS.get(name))
+    if rule is not None:
+        return rule
+    if any(argument.name == "check_errors" for argument in _compat.schema(func).arguments):  # linalg's that end in _ex
+        return _aloud_if(lambda a, k: k.get("check_errors"))
+    tags = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+    return (lambda a, k: ALOUD) if any(tag in func.tags for tag in tags) else None

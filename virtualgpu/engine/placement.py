@@ -1,139 +1,132 @@
-"""On which GPU an operation runs, by where its tensors are and whether they may meet; and what it returns gets its bytes there."""
+"""Tensors that may not meet, in PyTorch's words; and where an operation runs whose tensors need not all be in one place."""
+
+import opcode
 
 import torch
 
-from virtualgpu.engine import overrides
-from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.engine.operations import Operation, mismatch
-from virtualgpu.engine.storage import Allocation, allocation_of, gpu_of, holders, label, sparse_parts
+from virtualgpu import _compat
+from virtualgpu.engine.cuda_checks import LEGACY
+from virtualgpu.engine.frames import callers_frame
+from virtualgpu.engine.gpu import GPU
+from virtualgpu.engine.operations import Operation
+from virtualgpu.engine.storage import gpu_of
 
-UNSET = object()
-
-
-class Placement:
-    """Finds the place of an operation on one machine."""
-
-    def __init__(self, machine: Machine):
-        self.machine = machine
-        self.last: GPU | None = None  # on which the latest operation ran
-
-    def find(self, op: Operation, args, kwargs, tensors) -> GPU | None:
-        """The one GPU of these tensors, None for the CPU. As on a GPU, a CPU tensor of no dimension may join in."""
-        if op.foreach:
-            return self._of_lists(op, args, kwargs, tensors)
-        gpu, unplaced, inferred, written = UNSET, None, None, False
-        for tensor in tensors:
-            try:
-                allocation = tensor.untyped_storage()._virtual_allocation
-            except NotImplementedError:  # sparse tensors
-                allocation = allocation_of(tensor)
-            here = None if allocation is None else allocation.gpu
-            if here is None:
-                if allocation is not None:
-                    if allocation.in_creating_call and (
-                        allocation.in_backward or not holders.in_python(tensor, tensors)
-                    ):
-                        unplaced = [tensor] if unplaced is None else [*unplaced, tensor]
-                        continue
-                    label(tensor, None)
-                if gpu is None:
-                    continue
-                if not (op.strict or tensor.dim()):
-                    written = written or overrides.is_written(op, tensor, args, kwargs)
-                    continue
-            elif here is gpu:
-                continue
-            elif allocation.inferred and (gpu is not UNSET or len(tensors) > 1):
-                unplaced = [tensor] if unplaced is None else [*unplaced, tensor]
-                inferred = here
-                continue
-            if gpu is UNSET:
-                gpu = here
-            elif op.mixed:
-                gpu = gpu or here
-            elif not overrides.may_stay_on_cpu(op, tensor, gpu, here):
-                raise mismatch(op, args, kwargs)
-        if gpu is UNSET and inferred is not None:
-            gpu = inferred
-        if gpu is UNSET or gpu is None:
-            for tensor in unplaced or ():
-                # an inference that was wrong: it is the CPU's
-                if gpu is None and allocation_of(tensor).gpu is not None:
-                    label(tensor, None)
-            return None
-        if op.mixed:
-            gpu = overrides.place_of_mixed(op, args, kwargs, gpu)
-        elif written:
-            raise mismatch(op, args, kwargs)
-        if unplaced:
-            for tensor in unplaced:
-                if allocation_of(tensor).gpu is not gpu:
-                    self.machine.place(tensor, gpu)
-        self.last = gpu
-        machine = self.machine
-        return machine.own(gpu) if machine.forked or gpu.machine is not machine else gpu
-
-    def _of_lists(self, op: Operation, args, kwargs, tensors) -> GPU | None:
-        """Entries of one list may be anywhere; those at one place in all lists must be together."""
-        # of addcdiv and addcmul
-        if len(args) > 3 and isinstance(args[3], torch.Tensor) and gpu_of(args[3]) is not None:
-            raise RuntimeError(f"Expected scalars to be on CPU, got {args[3].device} instead.")
-        common = gpu_of(tensors[0]) if tensors else None
-        if common is not None and all([gpu_of(tensor) is common for tensor in tensors]):
-            return self.machine.own(common)
-        lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
-        takes_scalar = op.name.startswith("_foreach") and len(args) > 1 and isinstance(args[1], torch.Tensor)
-        if takes_scalar and (where := gpu_of(args[1])) is not None:
-            self._check_scalar(op, args[0], args[1], where)
-        first = None
-        for column in zip(*[entries for entries in lists if isinstance(entries[0], torch.Tensor)], strict=False):
-            devices = {gpu_of(tensor) for tensor in column if tensor.dim() or gpu_of(tensor) is not None}
-            if len(devices) > 1:
-                raise mismatch(op, column, {})
-            first = first or next(iter(devices), None)
-        common = first or next((gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None), None)
-        return common and self.machine.own(common)
-
-    def _check_scalar(self, op: Operation, entries, scalar: torch.Tensor, where: GPU) -> None:
-        """A GPU's tensor of no dimension goes with that GPU's entries alone. Entries at one place meet it in one kernel
-        (ForeachBinaryOpScalarTensor.cu), others one by one."""
-        devices = [gpu_of(entry) for entry in entries]
-        alike = len(set(devices)) == 1 and entries[0].dtype == scalar.dtype and devices[0] is not None
-        for entry, place in zip(entries, devices, strict=True):
-            if place is not where and (place is not None or entry.dim()):
-                if alike:
-                    raise RuntimeError(f"scalar tensor expected to be on {entry.device} but is on {scalar.device}")
-                raise mismatch(op, ([entry], scalar), {})
+aten = torch.ops.aten
+SAME_DEVICE = "Expected all tensors to be on the same device"
+MKLDNN = " or input should be a MKLDNN tensor and weight is a dense tensor"
+FILLS = ("index_fill_", "masked_fill_")
 
 
-def place_output(op: Operation, tensor: torch.Tensor, gpu: GPU | None) -> None:
-    """A new tensor lives on `gpu`; one that changed its size gets a block of that size. Raises torch.OutOfMemoryError."""
-    try:
-        storage = tensor.untyped_storage()
-    except NotImplementedError:
-        for part in sparse_parts(tensor):
-            place_output(op, part, gpu)
-        return
-    allocation = storage._virtual_allocation
-    if allocation is None or allocation.gpu is None:
-        if gpu is not None and (op.new or allocation is not None):
-            storage._virtual_allocation = Allocation(gpu, storage.nbytes())
-    elif op.resizes and allocation.nbytes != storage.nbytes():
-        where = allocation.gpu
-        allocation = storage._virtual_allocation = None  # its block is free before the next is asked for
-        storage._virtual_allocation = Allocation(where, storage.nbytes())
+def place_of_lists(op: Operation, args, kwargs, tensors) -> GPU | None:
+    """Entries of one list may be anywhere; those at one place in all lists must be together. Raises PyTorch's RuntimeError."""
+    # of addcdiv and addcmul
+    if len(args) > 3 and isinstance(args[3], torch.Tensor) and gpu_of(args[3]) is not None:
+        raise RuntimeError(f"Expected scalars to be on CPU, got {args[3].device} instead.")
+    common = gpu_of(tensors[0]) if tensors else None
+    if common is not None and all([gpu_of(tensor) is common for tensor in tensors]):
+        return common
+    if op.name.startswith("_foreach") and len(args) > 1 and isinstance(args[1], torch.Tensor):
+        _check_scalar(op, args[0], args[1])
+    first = None
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
+    for column in zip(*[entries for entries in lists if isinstance(entries[0], torch.Tensor)], strict=False):
+        devices = {gpu_of(tensor) for tensor in column if tensor.dim() or gpu_of(tensor) is not None}
+        if len(devices) > 1:
+            raise mismatch(op, column, {})
+        first = first or next(iter(devices), None)
+    return first or next((gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None), None)
 
 
-def place_outputs(op: Operation, args, out, gpu: GPU) -> None:
-    """As `place_output`, for an operation with several results."""
-    inputs = next((value for value in args if isinstance(value, (list, tuple)) and value), None) if op.foreach else None
-    for index, tensor in enumerate(out):
-        if isinstance(tensor, (list, tuple)):
-            place_outputs(op, args, tensor, gpu)
-        elif isinstance(tensor, torch.Tensor) and index != op.host_result:
-            if index == op.empty_result:
-                label(tensor, Allocation(gpu, 0))
-                continue
-            if inputs:  # each result where its own input is
-                gpu = gpu_of(inputs[index])
-            place_output(op, tensor, gpu)
+def _check_scalar(op: Operation, entries, scalar: torch.Tensor) -> None:
+    """A GPU's tensor of no dimension goes with that GPU's entries alone. Entries at one place meet it in one kernel
+    (ForeachBinaryOpScalarTensor.cu), others one by one."""
+    where = gpu_of(scalar)
+    devices = [gpu_of(entry) for entry in entries]
+    alike = len(set(devices)) == 1 and entries[0].dtype == scalar.dtype and devices[0] is not None
+    for entry, place in zip(entries, devices, strict=True):
+        if where is not None and place is not where and (place is not None or entry.dim()):
+            if alike:
+                raise RuntimeError(f"scalar tensor expected to be on {entry.device} but is on {scalar.device}")
+            raise mismatch(op, ([entry], scalar), {})
+
+
+def place_of_mixed(op: Operation, args, gpu: GPU) -> GPU | None:
+    """Where an operation runs whose tensors may be on several devices. Raises RuntimeError for those that may not."""
+    if op.indexes:
+        indexed = gpu_of(args[0])
+        for index in args[1]:
+            if index is not None and gpu_of(index) not in (None, indexed):
+                raise RuntimeError(
+                    f"indices should be either on cpu or on the same device as the indexed tensor ({args[0].device})"
+                )
+        values = args[2] if len(args) > 2 else None
+        if values is not None and values.dim() and gpu_of(values) is not indexed:
+            raise two_devices(args[0].device, values.device)
+        return indexed
+    if op.packs and gpu_of(args[1]) is not None:
+        kind = type_name(args[1]).rpartition(".")[2].removesuffix("Tensor")
+        raise RuntimeError(
+            f"'lengths' argument should be a 1D CPU int64 tensor, but got {args[1].dim()}D {gpu.device} {kind} tensor"
+        )
+    return gpu
+
+
+def may_stay_on_cpu(op: Operation, gpu: GPU | None, here: GPU | None) -> bool:
+    """x[[0, 1]] = 0 and x[mask] = 0 become one of FILLS with an index on the CPU: allowed in a subscript, and nowhere else."""
+    if op.name not in FILLS or here is not None or gpu is None:
+        return False
+    frame = callers_frame()
+    return frame is not None and frame.f_code.co_code[frame.f_lasti] == opcode.opmap["STORE_SUBSCR"]
+
+
+# -- PyTorch's words
+
+
+def mismatch(op: Operation, args, kwargs) -> RuntimeError:
+    """PyTorch's error for tensors on two devices: which words it has depends on the operation."""
+    values = list(zip([argument.name for argument in _compat.schema(op.func).arguments], args, strict=False))
+    named = []
+    for name, value in (*values, *kwargs.items()):
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(tensor, torch.Tensor):
+                named.append((name, tensor, tensor.device))
+    if op.name in ("convolution", "_convolution"):
+        (_, input, place), *others = named
+        for name, tensor, where in others:
+            if where.type != place.type:
+                kinds = f"Input type ({type_name(input)}) and {name} type ({type_name(tensor)}) should be the same"
+                return RuntimeError(kinds + ("" if place.type == "cuda" else MKLDNN))
+    common = named[0][2]
+    by_iterator = op.name == "allclose" or (op.pointwise and not op.strict)  # TensorIterator's check
+    if by_iterator:
+        common = next((where for _, _, where in named if where.type == "cuda"), common)
+    name, other = next(((name, where) for name, _, where in named if where != common), named[0][::2])
+    return two_devices(common, other) if by_iterator or op.foreach else wrong_device(op.func, name, other, common)
+
+
+def two_devices(one, other) -> RuntimeError:
+    """PyTorch's error for tensors of two devices."""
+    return RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {one} and {other}!")
+
+
+def wrong_device(func, name: str, other, common) -> RuntimeError:
+    """The error of the code that PyTorch generates around each kernel (torchgen/dest/register_dispatch_key.py)."""
+    kernel = _compat.packet(func).__name__
+    if kernel == "embedding":
+        func, name = aten.index_select.default, "index"
+    elif kernel == "stack":
+        func = aten.cat.default
+    kernel, overload = _compat.packet(func).__name__, _compat.overload_name(func)
+    overload = "" if overload == "default" else overload
+    wrapper = "_".join(filter(None, (kernel, overload))) if _compat.is_structured(func) else f"{overload}_{kernel}"
+    return RuntimeError(
+        f"{SAME_DEVICE}, but got {name} is on {other}, different from other tensors on "
+        f"{common} (when checking argument in method wrapper_CUDA_{wrapper})"
+    )
+
+
+def type_name(tensor: torch.Tensor) -> str:
+    """What Tensor.type() answers, and some errors still say: torch.cuda.FloatTensor."""
+    sparse = "sparse." if tensor.layout is torch.sparse_coo else ""
+    where = "cuda." if gpu_of(tensor) else ""
+    return f"torch.{where}{sparse}{LEGACY.get(tensor.dtype, str(tensor.dtype))}"

@@ -1,5 +1,8 @@
 """nn.LSTM, GRU, RNN and their cells as a GPU has them: one kernel forward and one backward."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from virtualgpu import _compat
@@ -95,7 +98,7 @@ def _added(*tensors) -> torch.Tensor:
     return first
 
 
-FORMULAS = {
+FORMULAS: dict[Any, Callable] = {
     aten._thnn_fused_lstm_cell.default: lstm,
     aten._thnn_fused_lstm_cell_backward_impl.default: lstm_backward,
     aten._thnn_fused_gru_cell.default: gru,
@@ -143,8 +146,8 @@ def flatten(weights) -> None:
 
 def are_flat(weights) -> bool:
     """Are they still in one buffer, in this order?"""
-    chunks = [getattr(allocation_of(weight), "chunk", None) for weight in weights]
-    return None not in chunks and chunks == [(chunks[0][0], place) for place in range(len(chunks))]
+    chunks = [getattr(allocation_of(weight), "chunk", None) or (None, None) for weight in weights]
+    return chunks[0][0] is not None and chunks == [(chunks[0][0], place) for place in range(len(chunks))]
 
 
 def on_cudnn(dtype: torch.dtype, gpu) -> bool:

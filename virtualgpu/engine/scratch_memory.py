@@ -1,17 +1,12 @@
-"""Memory that kernels take while they run: of reductions, cuDNN's convolutions, cuBLAS, and others. It shows in peaks."""
+"""Memory that kernels take while they run: of reductions, cuDNN's convolutions, and others. It shows in peaks."""
 
-import functools
-import itertools
-import os
-import threading
-import warnings
-from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from virtualgpu import _compat, environment
-from virtualgpu.engine.half_precision import HALVES
+from virtualgpu import _compat
+from virtualgpu.engine.cuda_differences import HALVES
 from virtualgpu.timing import reductions
 from virtualgpu.timing.memory_bound import COPIED, copied_first, few_indices
 from virtualgpu.timing.reductions import BY_TYPE, MANY, NAMES, NORMS, SUMS
@@ -129,205 +124,22 @@ def _laid_out_anew(input, weight, strides) -> bool:
     )
 
 
-# -- The memory that cuBLAS works in, as PyTorch's C++ takes it from the caching allocator.
-#
-# A product asks for a workspace once its result has memory: 8.125 MiB, 32 MiB on Hopper and Blackwell; one with a bias goes to
-# cuBLASLt, which asks for 1 MiB. From PyTorch 2.15 on it is given back with the end of the call, so that it shows in peaks and in
-# reserved memory alone. Before, and with TORCH_CUBLAS_WORKSPACE_CACHE=1, each handle keeps one for each stream. A thread has a handle
-# for each GPU, and so has autograd's thread; the handle of a thread that has ended goes to the next one.
-#
-# Sources: aten/src/ATen/cuda/CublasHandlePool.cpp (sizes, caches), detail/DeviceThreadHandles.h (handles), CUDABlas.cpp and
-# native/cuda/Blas.cpp (who asks for which), and the wheels of 2.11 to 2.15, disassembled.
-
-
-KIB = 1024
-SMALL, LARGE = (4096 * 2 + 16 * 8) * KIB, 4096 * 8 * KIB
-# What each operation asks for: a product may go to cuBLASLt where that is preferred, or where it adds a bias to its result
-PRODUCT, BIASED, SOLVER, LT, HANDLE = "product", "biased", "solver", "lt", "handle"
-USERS = {
-    **dict.fromkeys(("mm", "bmm", "baddbmm", "addbmm"), PRODUCT),
-    **dict.fromkeys(("addmm", "_addmm_activation"), BIASED),
-    **dict.fromkeys(("mv", "addmv", "dot", "vdot", "triangular_solve", "linalg_solve_triangular"), SOLVER),
-    **dict.fromkeys(("_scaled_mm", "_scaled_mm_v2"), LT),
-    "_int_mm": HANDLE,
-}
-WITH_BIAS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-STRIDED = torch.strided
-AUTOGRAD = -1  # the handle of autograd's thread; those of Python's threads count from 0
-
-
-class Workspaces:
-    """Those of one machine's GPUs; each GPU has its own in `workspaces`: {(handle, stream, of cuBLASLt): (bytes, block)}."""
-
-    def __init__(self):
-        self._size: int | None = None
-        self._lt_size: int | None = None
-        self._threads = threading.local()
-        self._idle: dict[int, list[int]] = defaultdict(list)  # handles of threads that have ended, by GPU
-        self._new = itertools.count()
-        self._warned = False
-        self.prefer(_compat.preferred_blas())
-
-    def prefer(self, library) -> None:
-        """torch.backends.cuda.preferred_blas_library: one of _BlasBackend."""
-        self.prefers_lt = library == _compat.CUBLASLT
-
-    # -- settings: variables are read where they are first needed
-
-    @functools.cached_property
-    def keeps(self) -> bool:
-        """Does each handle keep its workspaces? Otherwise each product gives its own back."""
-        return _compat.KEEPS_WORKSPACES or environment.flag("TORCH_CUBLAS_WORKSPACE_CACHE") is True
-
-    @functools.cached_property
-    def shared(self) -> bool:
-        """Does cuBLASLt work in the workspace that a handle of cuBLAS keeps?"""
-        shares = environment.flag("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
-        return self.keeps and (shares is True if _compat.LT_HAS_ITS_OWN else shares is not False)
-
-    @functools.cached_property
-    def adds_bias(self) -> bool:
-        """May cuBLASLt add the bias of a product?"""
-        return os.environ.get("DISABLE_ADDMM_CUDA_LT") != "1"
-
-    def size(self, gpu) -> int:
-        """Bytes of cuBLAS's: what was set, CUBLAS_WORKSPACE_CONFIG, or PyTorch's own for the card that asks first."""
-        if self._size is None:
-            large = gpu.spec.capability[0] in _compat.LARGE_WORKSPACES
-            self._size = environment.cublas_workspace(LARGE if large else SMALL)
-        return self._size
-
-    def lt_size(self, gpu) -> int:
-        """Bytes of cuBLASLt's: what was set, CUBLASLT_WORKSPACE_SIZE, or 1 MiB; no more than cuBLAS's where both share one."""
-        if self._lt_size is None:
-            self._lt_size = environment.cublaslt_workspace()
-        if not self.shared or self._lt_size <= (most := self.size(gpu)):
-            return self._lt_size
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"Requested unified CUBLASLT workspace size of {self._lt_size} bytes exceeds CUBLAS workspace size of {most} bytes. "
-                "Please increase CUBLAS workspace size via CUBLAS_WORKSPACE_CONFIG or decrease requested "
-                "CUBLASLT_WORKSPACE_SIZE. Otherwise CUBLASLT workspace size will be limited to the CUBLAS workspace size.",
-                stacklevel=2,
-            )
-        return most
-
-    def set_size(self, nbytes: int | None) -> None:
-        """torch.backends.cuda.cublas_workspace_size; None: as the variable says."""
-        self._size = nbytes
-
-    def set_lt_size(self, nbytes: int | None) -> None:
-        """torch.backends.cuda.cublaslt_workspace_size; None: as the variable says."""
-        self._lt_size = nbytes
-
-    # -- what operations ask for
-
-    def use(self, user: str, args, kwargs, out, gpu) -> None:
-        """One operation of USERS, whose result has its memory. Raises torch.OutOfMemoryError where there is no room.
-
-        A GPU made very small for a lesson has no workspaces, as it has no context: it keeps its memory for the lesson.
-        """
-        if not gpu.memory.context:
-            return
-        lt = False
-        if user is PRODUCT or user is BIASED:
-            lhs, rhs = args[:2] if user is PRODUCT else args[1:3]
-            if lhs.layout is not STRIDED or rhs.layout is not STRIDED or not out.numel():
-                return  # cuSPARSE's memory is not known
-            lt = self.prefers_lt or (user is BIASED and self.adds_bias and _fits_lt(args, kwargs, out))
-        elif user is not SOLVER:
-            if user is HANDLE and not (self.keeps and _compat.LT_HAS_ITS_OWN):
-                return
-            lt = user is LT
-        if not self.keeps:
-            gpu.lend_workspace(self.lt_size(gpu) if lt else self._size or self.size(gpu))
-            return
-        if not lt or self.shared or _compat.LT_HAS_ITS_OWN:
-            self.keep(gpu)
-        if lt and not self.shared:
-            self.keep(gpu, lt=True)
-
-    def keep(self, gpu, lt: bool = False) -> None:
-        """The workspace of this thread's handle and the current stream, made or made larger where it has to be."""
-        size = self.lt_size(gpu) if lt else self.size(gpu)
-        key = self._handle(gpu.index), gpu.stream, lt
-        held = gpu.workspaces.get(key)
-        if held is None or held[0] < size:
-            with gpu.lock:  # autograd's handle is of several threads of ours
-                held = gpu.workspaces.get(key)
-                if held is None or held[0] < size:
-                    gpu.workspaces[key] = size, gpu.malloc_workspace(size)
-                    if held is not None:
-                        _free(gpu, held[1])
-
-    def clear(self, gpus) -> None:
-        """torch._C._cuda_clearCublasWorkspaces: those that are kept are given back to the allocator."""
-        for gpu in gpus:
-            with gpu.lock:
-                while gpu.workspaces:
-                    _free(gpu, gpu.workspaces.popitem()[1][1])
-
-    def _handle(self, index: int) -> int:
-        if _compat.graph_task() != -1:
-            return AUTOGRAD
-        handles = getattr(self._threads, "handles", None)
-        if handles is None:
-            handles = self._threads.handles = _Handles(self._idle)
-        if index not in handles:
-            try:
-                handles[index] = self._idle[index].pop()
-            except IndexError:
-                handles[index] = next(self._new)
-        return handles[index]
-
-
-class _Handles(dict):
-    """One thread's, by GPU. They are free for others when it ends."""
-
-    def __init__(self, idle: dict[int, list[int]]):
-        super().__init__()
-        self.idle = idle
-
-    def __del__(self):
-        for index, handle in self.items():
-            self.idle[index].append(handle)
-
-
-def _free(gpu, block) -> None:
-    if block is not None:  # a workspace of no bytes
-        gpu.free(block)
-
-
-def _fits_lt(args, kwargs, out) -> bool:
-    """Does addmm add its bias in cuBLASLt? (isInputCompliesAddmmCudaLt in Blas.cpp.)"""
-    bias, lhs = args[0], args[1]
-    (rows, columns), inner = out.shape, lhs.shape[1]
-    return (
-        bias.numel() == columns > 1
-        and rows > 1
-        and inner > 1
-        and (not kwargs or kwargs.get("beta", 1) == 1)
-        and lhs.dtype in WITH_BIAS
-        and bias.shape[-1] == columns
-        and bias.is_contiguous()
-        and out.is_contiguous()
-    )
-
-
 # -- Memory that CUDA's kernels take for themselves and give back with the end of the call: it shows in peaks, and in reserved memory.
 #
 # Each rule says how many bytes each such block has, in the order in which they are asked for. Measured on an H100, PyTorch 2.11, 2026-11-26;
 # the sources are files of aten/src/ATen/native/cuda.
 
 
-MEAN_OR_SUM = (1, 2)  # at::Reduction
+NONE = 0  # at::Reduction
+
+
+def _reduction(args, kwargs) -> int:
+    return next((value for value in args[2:] if type(value) is int), kwargs.get("reduction", 1))
 
 
 def loss(args, kwargs, out, gpu) -> list[int]:
     """A loss that is added up afterwards: one of each entry first (BinaryMiscOpsKernels.cu, Loss.cu)."""
-    reduction = next((value for value in args[2:] if type(value) is int), kwargs.get("reduction", 1))
-    if reduction not in MEAN_OR_SUM:
+    if _reduction(args, kwargs) == NONE:
         return []
     entries = args[0] if args[0].numel() >= args[1].numel() else args[1]
     return [entries.nbytes, *over_all(entries, gpu.spec)]
@@ -335,13 +147,13 @@ def loss(args, kwargs, out, gpu) -> list[int]:
 
 def loss_within(args, kwargs, out, gpu) -> list[int]:
     """A loss whose entries lie in the memory of its result, which becomes small at last (Loss.cpp)."""
-    reduction = next((value for value in args[2:] if type(value) is int), kwargs.get("reduction", 1))
-    return [out.itemsize, *over_all(args[0], gpu.spec)] if reduction in MEAN_OR_SUM else []
+    return [] if _reduction(args, kwargs) == NONE else [out.itemsize, *over_all(args[0], gpu.spec)]
 
 
-def soft_margin_backward(args, kwargs, out, gpu) -> list[int]:
-    """-target, and its product with the input (soft_margin_loss_backward_out in Loss.cpp)."""
-    return [out.nbytes, out.nbytes]
+def with_logits(args, kwargs, out, gpu) -> list[int]:
+    """binary_cross_entropy_with_logits is made of plain operations: the loss of each entry, and another block of its size (Loss.cpp)."""
+    added_up = _reduction(args, kwargs) != NONE
+    return [args[0].nbytes, *([args[0].nbytes, *over_all(args[0], gpu.spec)] if added_up else [])]
 
 
 def count_nonzero(args, kwargs, out, gpu) -> list[int]:
@@ -350,52 +162,23 @@ def count_nonzero(args, kwargs, out, gpu) -> list[int]:
     return [args[0].numel(), whole.nbytes, *held("sum", (whole, *args[1:]), {}, out, gpu)]
 
 
-def with_logits(args, kwargs, out, gpu) -> list[int]:
-    """binary_cross_entropy_with_logits is made of plain operations: the loss of each entry, and another block of its size (Loss.cpp)."""
-    entries, reduction = args[0], args[4] if len(args) > 4 else kwargs.get("reduction", 1)
-    if reduction not in MEAN_OR_SUM:
-        return [entries.nbytes]
-    return [entries.nbytes, entries.nbytes, *over_all(entries, gpu.spec)]
-
-
-def copies(args, kwargs, out, gpu, name: str) -> list[int]:
+def copies(name: str, args, kwargs, out, gpu) -> list[int]:
     """What does not lie close is copied first (SoftMax.cu, layer_norm_kernel.cu)."""
     return [tensor.nbytes for tensor in copied_first(COPIED[name], args)]
 
 
-def softmax_backward(args, kwargs, out, gpu) -> list[int]:
-    """The gradient times the output (softmax_backward_cuda_out in SoftMax.cu); log_softmax needs none."""
-    return [max(args[0].nbytes, args[1].nbytes)]
-
-
-def ctc_loss_backward(args, kwargs, out, gpu) -> list[int]:
-    """What the forward pass has kept of sequences from their beginning, from their end (log_beta in LossCTC.cu)."""
-    return [args[6].nbytes]
-
-
-def roll(args, kwargs, out, gpu) -> list[int]:
-    """Over several dimensions it goes one by one (TensorTransformations.cu)."""
-    return [args[0].nbytes] * (len(args[2]) > 1 if len(args) > 2 else 0)
-
-
 def embedding_backward(args, kwargs, out, gpu) -> list[int]:
     """Many indices are sorted, and each row's gradients added up by parts, ten at a time, in single precision (EmbeddingBackwardKernel.cu)."""
-    indices, by_frequency = args[1], args[4]
-    if few_indices(args):
-        return []
-    return _sorted_rows(indices, 2 + by_frequency, out)
+    return [] if few_indices(args) else _sorted_rows(args[1], 2 + args[4], out)
 
 
 def embedding_bag_backward(args, kwargs, out, gpu) -> list[int]:
     """The same with few indices, too; those of the places before sorting are a tensor of their own (EmbeddingBag.cu)."""
-    if out.layout is not torch.strided:  # sparse
-        return []
-    by_frequency = args[7]
-    return _sorted_rows(args[1], 3 + by_frequency, out)
+    return _sorted_rows(args[1], 3 + args[7], out) if out.layout is torch.strided else []
 
 
 def _sorted_rows(indices, copies: int, out) -> list[int]:
-    """So many copies of the indices, where each row begins, and sums of ten gradients each."""
+    """So many copies of the indices (one more where gradients are scaled by frequency), where each row begins, and sums of ten gradients each."""
     count, size = indices.numel(), indices.itemsize
     if not out.numel():
         return []
@@ -436,24 +219,26 @@ def _radix_sort(count: int, key: int, value: int) -> int:
     return count * (key + value) + 1024 * -(-count // TILE) + 2048 * key + 511
 
 
-RULES = {
+# By name: (args, kwargs, the result, its GPU) -> bytes of each block
+TEMPORARIES: dict[str, Callable[..., list[int]]] = {
     "convolution": forward,
     "convolution_backward": backward,
     "embedding_dense_backward": embedding_backward,
     "_embedding_bag_backward": embedding_bag_backward,
-    "index_put": index_put,
-    "index_put_": index_put,
-    "_index_put_impl_": index_put,
-    "sort": sort,
-    "argsort": sort,
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), index_put),
+    **dict.fromkeys(("sort", "argsort"), sort),
     **{name: partial(held, name) for name in NAMES},
+    **{name: partial(copies, name) for name in COPIED},
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), loss),
     **dict.fromkeys(("binary_cross_entropy", "soft_margin_loss"), loss_within),
-    "soft_margin_loss_backward": soft_margin_backward,
-    "count_nonzero": count_nonzero,
-    "roll": roll,
     "binary_cross_entropy_with_logits": with_logits,
-    **{name: partial(copies, name=name) for name in COPIED},
-    "_softmax_backward_data": softmax_backward,
-    "_ctc_loss_backward": ctc_loss_backward,
+    "count_nonzero": count_nonzero,
+    # -target, and its product with the input (soft_margin_loss_backward_out in Loss.cpp)
+    "soft_margin_loss_backward": lambda args, kwargs, out, gpu: [out.nbytes, out.nbytes],
+    # over several dimensions it goes one by one (TensorTransformations.cu)
+    "roll": lambda args, kwargs, out, gpu: [args[0].nbytes] * (len(args) > 2 and len(args[2]) > 1),
+    # the gradient times the output (softmax_backward_cuda_out in SoftMax.cu); log_softmax needs none
+    "_softmax_backward_data": lambda args, kwargs, out, gpu: [max(args[0].nbytes, args[1].nbytes)],
+    # what the forward pass has kept of sequences from their beginning, from their end (log_beta in LossCTC.cu)
+    "_ctc_loss_backward": lambda args, kwargs, out, gpu: [args[6].nbytes],
 }

@@ -1,14 +1,12 @@
 """Where a tensor lives: a label on its storage; and memory that a collective still fills or reads."""
 
-import sys
 import threading
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.frames import below_another_mode, call_site
 from virtualgpu.timing.flops import parts as sparse_parts
 
 # -- Where a tensor lives: a label on its storage.
@@ -50,69 +48,6 @@ class Allocation:
     def __del__(self):
         if self.block is not None:
             self.gpu.free(self.block)
-
-
-class MadeByCpp:
-    """On a storage that PyTorch's own C++ made for its use: zeros for a gradient that is missing, the canvas of one_hot.
-
-    Options that C++ copies from a GPU tensor say CPU here. Such a tensor belongs with whatever it meets, inside the call of Python
-    that it was made in (`site`), or inside the same backward pass. Once Python has it, it is the CPU's: `Holders` tells, where the next
-    call comes from the same instruction.
-    """
-
-    __slots__ = ("call_site",)
-    gpu = None
-    nbytes = 0
-    block = None
-    inferred = False
-
-    def __init__(self):
-        self.call_site = call_site()
-
-    @property
-    def in_creating_call(self) -> bool:
-        """Are we still where it was made?"""
-        return self.call_site == call_site()
-
-    @property
-    def in_backward(self) -> bool:
-        """Was it made in a backward pass, which hands it to functions of Python as well?"""
-        return self.call_site[:1] == ("backward",)
-
-
-class Holders:
-    """Does Python hold a tensor that C++ made, or C++ alone? Then an operation's arguments are all that refers to it.
-
-    How many references that makes depends on the versions of Python and PyTorch: `learn` looks once.
-    """
-
-    of_cpp: int | None = None  # None: not known yet
-    seen: list[int] | None = None
-
-    def learn(self) -> None:
-        """Look at what torch.vander hands from one operation to the next. It needs our dispatch mode, and no GPU."""
-        self.seen = []
-        try:
-            torch.vander(torch.ones(2))
-            self.of_cpp = min(self.seen, default=None)
-        finally:
-            self.seen = None
-
-    def in_python(self, tensor: torch.Tensor, tensors: list) -> bool:
-        """Of a tensor among `tensors`, an operation's arguments. False where it cannot be told: below a dispatch mode of somebody else,
-        which holds what it passes on."""
-        count = sys.getrefcount(tensor)
-        if self.of_cpp is None:
-            if self.seen is not None:
-                self.seen.append(count)
-            return False
-        if count <= self.of_cpp:
-            return False
-        more = sum(other is tensor for other in tensors) - 1  # in the arguments, and in `tensors`
-        return count - 2 * more > self.of_cpp and not below_another_mode()
-
-
-holders = Holders()
 
 
 # The CPU's, unless it says otherwise; stays, so that no thread ever misses it
@@ -229,6 +164,39 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     return getattr(storage_of(tensor), PINNED, False)
 
 
+def place_output(op, tensor: torch.Tensor, gpu) -> None:
+    """A new tensor lives on `gpu`; one that changed its size gets a block of that size. Raises torch.OutOfMemoryError."""
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:
+        for part in sparse_parts(tensor):
+            place_output(op, part, gpu)
+        return
+    allocation = storage._virtual_allocation
+    if allocation is None or allocation.gpu is None:
+        if gpu is not None and (op.new or allocation is not None):
+            storage._virtual_allocation = Allocation(gpu, storage.nbytes())
+    elif op.resizes and allocation.nbytes != storage.nbytes():
+        where = allocation.gpu
+        allocation = storage._virtual_allocation = None  # its block is free before the next is asked for
+        storage._virtual_allocation = Allocation(where, storage.nbytes())
+
+
+def place_outputs(op, args, out, gpu) -> None:
+    """As `place_output`, for an operation with several results."""
+    inputs = next((value for value in args if isinstance(value, (list, tuple)) and value), None) if op.foreach else None
+    for index, tensor in enumerate(out):
+        if isinstance(tensor, (list, tuple)):
+            place_outputs(op, args, tensor, gpu)
+        elif isinstance(tensor, torch.Tensor) and index != op.host_result:
+            if index == op.empty_result:
+                label(tensor, Allocation(gpu, 0))
+                continue
+            if inputs:  # each result where its own input is
+                gpu = gpu_of(inputs[index])
+            place_output(op, tensor, gpu)
+
+
 # -- Numbers on their way: the memory that a collective fills, or reads, until they have come.
 #
 # Collectives of one communicator run one after the other on a GPU, so several may be of one tensor. And all is computed in the program's
@@ -242,7 +210,7 @@ class _Part(NamedTuple):
     begin: int
     end: int
     fills: bool
-    work: object
+    work: Any  # has finish()
 
 
 class InFlight:

@@ -5,7 +5,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
-from virtualgpu.engine.storage import allocation_of, gpu_of
+from virtualgpu.engine.storage import Allocation, allocation_of, gpu_of, tensors_of
 from virtualgpu.hardware.datasheet import FLOAT32
 from virtualgpu.timing import flops, host, memory_bound
 from virtualgpu.timing.flops import OF_CUDNN, moved, parts, rate
@@ -22,7 +22,7 @@ LIST, CHUNKS, CHUNK = 64, 320, 65536
 class Kernel:
     """What `Timing.launch` asks of an operation, for those that are carried out apart from the others."""
 
-    write_only = writes_lists = False
+    write_only = False
 
     def __init__(self, func, formula):
         self.func, self.name, self.formula = func, func.name().removeprefix("aten::"), formula
@@ -44,13 +44,8 @@ class Timing:
         self.clock.note_node(gpu.index)
         if torch.is_grad_enabled():
             for tensor in tensors:
-                if (
-                    tensor.requires_grad
-                    and tensor.is_leaf
-                    and (allocation := allocation_of(tensor)) is not None
-                    and allocation.gpu is not None
-                ):
-                    allocation.used_in_forward(self.clock.current(allocation.gpu.index))
+                if tensor.requires_grad and tensor.is_leaf and (there := gpu_of(tensor)) is not None:
+                    allocation_of(tensor).used_in_forward(self.clock.current(there.index))
 
     def book(self, kernel: Kernel, args, inputs, outputs, gpu: GPU, fraction: float = 1.0) -> None:
         """One kernel that reads `inputs`, and whose `outputs` are on that GPU from now on. fraction: of its FLOPs, where
@@ -63,10 +58,10 @@ class Timing:
             self.note_streams(tensors, gpu)
         self.launch(kernel, args, {}, tensors, outputs, gpu, fraction)
 
-    def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, fraction: float = 1.0) -> None:
+    def launch(self, op: Operation | Kernel, args, kwargs, tensors, out, gpu: GPU, fraction: float = 1.0) -> None:
         """A kernel, by this fraction of the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
         more, weight = 0.0, host.in_call(op, args) if op.weighed_in_call else op.weight
-        if op.writes_lists:  # a fused optimizer: what it writes it has read, too
+        if isinstance(op, Operation) and op.writes_lists:  # a fused optimizer: what it writes it has read, too
             more = self.clock.costs.entry * len(tensors)
             tensors = [*tensors, *op.written(args, kwargs)]
         elif args and type(args[0]) in LISTS:
@@ -87,25 +82,15 @@ class Timing:
         # on a GPU autograd lets the stream of a backward operation wait for its gradient; who uses streams in the forward pass
         # waits for what they made by themselves
         backward = self.clock.local.backward is not None
-        allocations = [
-            allocation
-            for tensor in tensors
-            if (allocation := allocation_of(tensor)) is not None and allocation.gpu is gpu
-        ]
-        after = max((allocation.done for allocation in allocations), default=0.0) if backward else 0.0
+        after = max((allocation.done for allocation in _allocations(tensors, gpu)), default=0.0) if backward else 0.0
         end = self.clock.launch(gpu.index, seconds, op.name, after, more, weight)
-        for tensor in [out] if isinstance(out, torch.Tensor) else out if isinstance(out, (list, tuple)) else []:
-            if (
-                isinstance(tensor, torch.Tensor)
-                and (allocation := allocation_of(tensor)) is not None
-                and allocation.gpu is gpu
-            ):
-                allocation.written_until(end)
+        for allocation in _allocations(tensors_of((out,), {}), gpu):
+            allocation.written_until(end)
 
     def launch_foreach(self, op: Operation, args, tensors) -> None:
         """One kernel per GPU that has tensors in the list, each with its share of the bytes."""
         lists = [value for value in args if isinstance(value, LISTS) and isinstance(value[0], torch.Tensor)]
-        total, by_gpu = 0, {}  # bytes of all; of each GPU: tensors, bytes, chunks
+        total, by_gpu = 0, dict[GPU, tuple[int, int, int]]()  # bytes of all; of each GPU: tensors, bytes, chunks
         for tensor in lists[0]:
             total += tensor.nbytes
             if (gpu := gpu_of(tensor)) is not None:
@@ -126,7 +111,7 @@ class Timing:
             weight = op.weight if op.kind.launches > 1 else host.AVERAGE
             self.clock.launch(gpu.index, gpu.kernels.moving(moved([out]), op.kind), op.name, weight=weight)
 
-    def _multiplying(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, fraction: float) -> float:
+    def _multiplying(self, op: Operation | Kernel, args, kwargs, tensors, out, gpu: GPU, fraction: float) -> float:
         """The seconds of an operation whose FLOPs are counted; remembered by all that decides over them."""
         kernels = gpu.kernels
         parts_of_key = [op, fraction, _compat.fp32_precision("cuda", op.tf32_switch)]
@@ -148,3 +133,8 @@ class Timing:
             seconds = flops.seconds(kernels, op.name, args, tensors, count, moved(tensors), rates, fraction)
             kernels.known[key] = seconds
         return seconds
+
+
+def _allocations(tensors, gpu: GPU) -> list[Allocation]:
+    """Labels of those tensors that are on this GPU."""
+    return [label for label in map(allocation_of, tensors) if label is not None and label.gpu is gpu]

@@ -15,7 +15,7 @@ without values is written to it, its storage is marked as stale until the dry ru
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from virtualgpu import _compat
 from virtualgpu.engine import cuda_differences
@@ -82,8 +82,7 @@ def values_of(tensor: Tensor) -> Tensor | None:
 
 def _storage(tensor: Tensor):
     """None where it is made of other tensors (DTensor and its kind), or of no size yet (a lazy module's)."""
-    plain = type(tensor) in PLAIN_TYPES
-    if not plain and (hasattr(tensor, "__tensor_flatten__") or isinstance(tensor, UninitializedTensorMixin)):
+    if type(tensor) not in PLAIN_TYPES and (hasattr(tensor, "__tensor_flatten__") or is_lazy(tensor)):
         return None
     return storage_of(tensor) if tensor.layout is torch.strided else None
 
@@ -120,7 +119,7 @@ def is_unknown(tensor: Tensor) -> bool:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    """For what is not known."""
+    """Has its type a nan, for what is not known?"""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -236,11 +235,6 @@ def name(tensors, origin: str | None) -> None:
             setattr(storage, ORIGIN, origin)
 
 
-def name_small(tensors, origin: str | None) -> None:
-    """The same of those among them that would be kept."""
-    name(filter(is_kept, tensors), origin)
-
-
 def propagate(op: Operation, args, kwargs, tensors, out) -> None:
     """After an operation on the CPU has given shapes: the same with values, where all have some and are small."""
     targets = op.written(args, kwargs) if op.writes else []
@@ -250,7 +244,9 @@ def propagate(op: Operation, args, kwargs, tensors, out) -> None:
     if any(result.numel() > LIMIT for result in results):
         _forget(op, args, kwargs, tensors, results, targets)
         return
-    anew = _overwritten(op, tensors, targets)
+    # what it writes to whatever was there: it does not read it, unless it is given it for that as well
+    overwrites = op.write_only or op.copies or op.resizes
+    anew = [target for target in targets if overwrites and sum(tensor is target for tensor in tensors) == 1]
     inputs = [tensor for tensor in tensors if not _is_among(tensor, anew)] if anew else tensors
     filled = op.name in FILLED and len(tensors) == 1
     known = list(map(_nothing, results)) if filled else list(map(values_of, inputs))
@@ -273,15 +269,8 @@ def propagate(op: Operation, args, kwargs, tensors, out) -> None:
         invalidate(targets, op.name)  # what a GPU held before the dry run
 
 
-def _overwritten(op: Operation, tensors, targets) -> list[Tensor]:
-    """What an operation writes to whatever was there: it does not read it, unless it is given it for that as well."""
-    if not (op.write_only or op.copies or op.resizes):
-        return []
-    return [target for target in targets if sum(tensor is target for tensor in tensors) == 1]
-
-
-def _is_among(tensor, others) -> bool:
-    return any(tensor is other for other in others)
+def _is_among(one, others) -> bool:
+    return any(one is other for other in others)
 
 
 def _pass_on(op: Operation, tensors, stale, results) -> None:
@@ -312,7 +301,7 @@ def _forget(op: Operation, args, kwargs, tensors, results, targets) -> None:
     origin = op.name if many or not (targets or any(map(is_kept, results))) else origin_of(tensors) or op.name
     invalidate(targets, origin)
     if not many:
-        name_small(results, origin)
+        name(filter(is_kept, results), origin)
 
 
 def _decided(op: Operation, tensors, results) -> bool | None:
@@ -358,7 +347,7 @@ def propagate_copy(tensor: Tensor, copy: Tensor) -> None:
 
 
 def propagate_factory(op: Operation, args, options, out) -> None:
-    """options: with the CPU as device."""
+    """After a factory has given a shape: its numbers, if they are few. options: with the CPU as device."""
     if out.numel() <= LIMIT:
         made = op.func(*args, **options)
         attach([out], [made.zero_() if op.name in EMPTY else made])

@@ -9,8 +9,8 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine import cuda_only_ops
 from virtualgpu.engine.dispatch import Dispatch, DispatchBesideReal
+from virtualgpu.engine.frames import holders
 from virtualgpu.engine.machine import Machine
-from virtualgpu.engine.storage import holders
 from virtualgpu.hardware.machine import DATASHEET, MachineSettings
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.sanitizer import hooks

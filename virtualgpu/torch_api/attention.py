@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from virtualgpu import _compat
 from virtualgpu.engine import attention
 from virtualgpu.engine.attention import CUDNN, EFFICIENT, FLASH, MATH, Params
-from virtualgpu.engine.half_precision import HALVES
+from virtualgpu.engine.cuda_differences import HALVES
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.storage import PLAIN_TYPES, gpu_of, is_plain
 from virtualgpu.torch_api import autocast

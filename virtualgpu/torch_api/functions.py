@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from virtualgpu import _compat
 from virtualgpu.engine import cuda_only_ops, rnn
-from virtualgpu.engine.half_precision import NARROW, WIDE, check
+from virtualgpu.engine.cuda_differences import NARROW, WIDE, check_half_fft
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.storage import PLAIN_TYPES, gpu_of, is_plain, tensors_of
 from virtualgpu.engine.values import is_known, know
@@ -244,7 +244,7 @@ def _transform(machine, name, original, input, *args, **kwargs):
     wide = WIDE.get(input.dtype) if isinstance(input, torch.Tensor) else None
     if wide is None or machine.dry or machine.local.bypass or gpu_of(input) is None or kwargs.get("out") is not None:
         return original(input, *args, **kwargs)
-    check(_sizes(name, input, *args, **kwargs))
+    check_half_fft(_sizes(name, input, *args, **kwargs))
     out = original(input.to(wide), *args, **kwargs)
     return out.to(NARROW[out.dtype])
 

@@ -92,12 +92,6 @@ def test_plain_operations_one_by_one(name, dtype):
     assert kernel is None and all(map(torch.equal, results, expected))
 
 
-def test_a_card_without_a_kernel_of_bfloat16_takes_plain_operations(gpus):
-    kernel, results = attend("cuda", dtype=BRAIN)
-    with sdpa_kernel(SDPBackend.MATH):
-        assert kernel is None and all(map(torch.equal, results, attend("cpu", dtype=BRAIN)[1]))
-
-
 @pytest.mark.parametrize(("kind", "learns"), [("bool", False), ("float", False), ("float", True)])
 @pytest.mark.parametrize("keys", [48, 41])
 def test_masks(kind, keys, learns):
@@ -222,21 +216,6 @@ def by_plain(*args, **options):
 def test_what_is_refused(call, message):
     with virtualgpu.gpus(1, like="A100"), pytest.raises((RuntimeError, NotImplementedError), match=message):
         eval(call, globals(), dict(zip("qkv", inputs("cuda"), strict=True)))
-
-
-@pytest.mark.parametrize(
-    "kind", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-)
-@pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_one_kernel_alone_that_the_cpu_lacks(kind, dropout):
-    """The CPU has a flash kernel of its own, without dropout; what it lacks has the numbers of its plain operations."""
-    plain = kind is not SDPBackend.FLASH_ATTENTION or dropout
-    with sdpa_kernel(SDPBackend.MATH if plain else kind):
-        expected = attend("cpu", dtype=BRAIN, dropout_p=dropout)[1]
-    with virtualgpu.gpus(1, like="A100"), sdpa_kernel(kind):
-        kernel, results = attend("cuda", dtype=BRAIN, dropout_p=dropout)
-    assert kernel == kind.name.partition("_")[0].capitalize()
-    assert all(map(torch.equal, results, expected))
 
 
 def test_inputs_without_a_batch(gpus):

@@ -161,9 +161,3 @@ def test_a_traceback_ends_one_frame_below_the_readers_line(line, below):
     frames = [frame for frame in traceback.extract_tb(found.value.__traceback__) if "tools.py" not in frame.filename]
     assert [frame.filename == __file__ for frame in frames] == [True, True, False]
     assert frames[-1].name == below
-
-
-def test_torchsummary_runs_on_its_default_device(capsys, gpus):
-    summary = pytest.importorskip("torchsummary").summary
-    summary(nn.Sequential(nn.Conv2d(3, 8, 3)).cuda(), (3, 32, 32))
-    assert "[-1, 8, 30, 30]" in capsys.readouterr().out

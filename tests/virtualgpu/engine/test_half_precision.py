@@ -5,7 +5,7 @@ import pytest
 
 from tests.virtualgpu.engine.tools import *
 from tests.virtualgpu.rounded import RoundedProducts
-from virtualgpu.engine import half_precision
+from virtualgpu.engine import cuda_differences
 
 # what is called, and the shapes of its tensors
 PRODUCTS = {
@@ -37,8 +37,10 @@ def inputs(shapes, device, last=False):
 def test_values_and_layout_of_products(name, last, gpus, monkeypatch):
     """Forward and backward, in every bit."""
     function, *shapes = PRODUCTS[name]
-    calls, run = [], half_precision.run
-    monkeypatch.setattr(half_precision, "run", lambda op, *rest: (calls.append(op.func), run(op, *rest))[1])
+    calls, run = [], cuda_differences.run_in_float32
+    monkeypatch.setattr(
+        cuda_differences, "run_in_float32", lambda op, *rest: (calls.append(op.func), run(op, *rest))[1]
+    )
     both, cpu = [], RoundedProducts()
     for device, mode in (("cpu", cpu), ("cuda", contextlib.nullcontext())):
         leaves = inputs(shapes, device, last)
@@ -78,7 +80,7 @@ def test_in_place_and_into_a_tensor(gpus):
 
 
 def test_other_types_keep_the_kernel_of_the_cpu(gpus, monkeypatch):
-    monkeypatch.setattr(half_precision, "run", None)
+    monkeypatch.setattr(cuda_differences, "run_in_float32", None)
     for dtype in (SINGLE, BRAIN):
         a = torch.randn(20, 20).to(dtype)
         assert torch.equal((a.cuda() @ a.cuda()).cpu(), a @ a)
@@ -103,10 +105,10 @@ def test_however_the_program_says_the_precision_of_float32(gpus):
     finally:
         torch.backends.cuda.matmul.fp32_precision = "none"
     before = torch.get_float32_matmul_precision()
-    assert before == "highest" and half_precision.accumulated_in() is SINGLE
+    assert before == "highest" and cuda_differences.accumulated_in() is SINGLE
     try:
         torch.set_float32_matmul_precision("medium")
-        assert half_precision.accumulated_in() is DOUBLE
+        assert cuda_differences.accumulated_in() is DOUBLE
         assert torch.equal((b.cuda() @ b.cuda()).cpu(), (b.double() @ b.double()).half())
     finally:
         torch.set_float32_matmul_precision(before)

@@ -87,92 +87,91 @@ def test_a_generators_state_is_known():
     assert not torch.equal(before, torch.get_rng_state())
 
 
-def counts():
+# sizes, copy, x, filled and so on: see `counts`
+COUNTED = table("""
+    sizes
+    sizes.cpu()
+    sizes.to("cpu")[1].item()
+    [int(size) for size in sizes]
+    sizes.sum().item()
+    sizes.max()
+    sizes.cumsum(0)
+    (sizes > 3).sum()
+    sizes.argmax()
+    back
+    copy.view(3, 1)[2].item()
+    torch.stack([copy, copy]).max(0).values
+    bool((copy > 4).any())
+    torch.equal(copy, sizes)
+    copy.new_tensor([8])
+    norm.num_batches_tracked.item()
+    total.item()
+    (total / 3).cpu().item()
+    float(total.detach().clone())
+    elapsed.to(BRAIN).float()
+    x.t()
+    x[1, 1:]
+    x.reshape(3, 2)[2].cpu().numpy().tolist()
+    x.mean(0)
+    x.flatten()[-1].item()
+    x.max(1).indices
+    x.min().item()
+    x.std()
+    (-x).pow(2).sum().sqrt()
+    torch.cat([x, x + 1]).sum(1)
+    torch.stack([x[0], x[1]], 1)
+    torch.where(x > 2, x, -x)
+    bool((x >= 0).all())
+    torch.equal(x, x.clone())
+    (x < 2).sum().item()
+    filled
+    filled.zero_()
+    torch.eye(2, device="cuda")
+    torch.full((2,), 0.5).cuda()
+    torch.linspace(0, 1, 5, device="cuda").half()
+    both.mul(100).round()
+    out
+    nn.Parameter(both)[0].item()
+    weight.view(2, 1).detach()[1].item()
+    torch.tensor([1.0, math.inf], device="cuda").isinf()
+""")
+
+
+def counts() -> list:
     """As benchmarks and training loops have it: times, rates, averages and weights of the program's own, on a GPU."""
-    device = "cuda"
-    sizes = torch.tensor([3, 1, 2], device=device)
+    sizes, copy, back = torch.tensor([3, 1, 2], device="cuda"), whole(3), torch.empty(3, dtype=LONG)
     sizes += 1
     sizes[1] = 7
-    yield sizes.tolist(), sizes.cpu().tolist(), sizes.to("cpu")[1].item(), [int(size) for size in sizes]
-    yield (
-        sizes.sum().item(),
-        sizes.max().item(),
-        sizes.cumsum(0).tolist(),
-        (sizes > 3).sum().item(),
-        sizes.argmax().item(),
-    )
-    copy, back = whole(3), torch.empty(3, dtype=LONG)
     copy.copy_(torch.tensor([4, 5, 6]))
-    back.copy_(copy + torch.arange(3, device=device))
-    yield (
-        back.tolist(),
-        copy.view(3, 1)[2].item(),
-        torch.stack([copy, copy]).max(0).values.tolist(),
-        bool((copy > 4).any()),
-    )
-    norm = nn.BatchNorm1d(3).to(device)
+    back.copy_(copy + torch.arange(3, device="cuda"))
+    norm = nn.BatchNorm1d(3).cuda()
     norm(ones(4, 3))
-    yield norm.num_batches_tracked.item(), torch.equal(copy, sizes), copy.new_tensor([8]).item()
-    elapsed, total = torch.tensor([0.25], device=device), torch.zeros((), device=device)
+    elapsed, total = torch.tensor([0.25], device="cuda"), torch.zeros((), device="cuda")
     for step in range(3):
         total += elapsed[0] * step
-    yield total.item(), (total / 3).cpu().item(), float(total.detach().clone()), elapsed.to(BRAIN).float().tolist()
-    x = torch.arange(6.0, device=device).view(2, 3)
-    yield (
-        x.t().tolist(),
-        x[1, 1:].tolist(),
-        x.reshape(3, 2)[2].cpu().numpy().tolist(),
-        x.mean(0).tolist(),
-        x.flatten()[-1].item(),
-    )
-    yield (
-        x.max(1).values.tolist(),
-        x.max(1).indices.tolist(),
-        x.min().item(),
-        x.std().item(),
-        (-x).pow(2).sum().sqrt().item(),
-    )
-    yield (
-        torch.cat([x, x + 1]).sum(1).tolist(),
-        torch.stack([x[0], x[1]], 1).tolist(),
-        torch.where(x > 2, x, -x).tolist(),
-    )
-    yield bool((x >= 0).all()), bool((x == 7).any()), torch.equal(x, x.clone()), (x < 2).sum().item(), x.argmax().item()
-    filled = torch.empty(4, device=device).fill_(1.5)
+    x, filled = torch.arange(6.0, device="cuda").view(2, 3), torch.empty(4, device="cuda").fill_(1.5)
     filled[1:3] = torch.tensor([2.0, 3.0])  # of the host
     filled[filled > 2.5] = 0
-    yield (
-        filled.tolist(),
-        filled.zero_().tolist(),
-        torch.eye(2, device=device).tolist(),
-        torch.full((2,), 0.5).cuda().tolist(),
-    )
-    both = torch.tensor([12.0, 5], device=device)
+    both, out = torch.tensor([12.0, 5], device="cuda"), torch.empty(0, device="cuda")
     both.div_(both[1].clone()).clamp_(max=2)
-    yield [f"{number:.2f}" for number in both.tolist()], torch.linspace(0, 1, 5, device=device).half().tolist()
-    copy, out = torch.zeros(2, device=device), torch.empty(0, device=device)
-    copy.copy_(both)
-    torch.add(copy, both, out=out)
+    torch.add(both, both, out=out)
     torch.mul(out, 2, out=out)
-    torch._foreach_add_([copy, out], 1)
-    yield copy.tolist(), out.tolist(), nn.Parameter(copy)[0].item(), copy.data.tolist(), copy.new_tensor([0.5]).tolist()
+    torch._foreach_add_([both, out], 1)
     weight = nn.Parameter(ones(2))
     with torch.no_grad():
         weight.mul_(0.5)
-    yield (
-        weight.tolist(),
-        weight.view(2, 1).detach()[1].item(),
-        torch.tensor([1.0, math.inf], device=device).isinf().tolist(),
-    )
+    names = dict(locals())
+    found = [eval(call, globals(), names) for call in COUNTED]
+    return [value.tolist() if isinstance(value, torch.Tensor) else value for value in found]
 
 
 @pytest.mark.filterwarnings("error")  # of a value that is not known
 def test_on_a_gpu_small_tensors_of_the_host_are_known():
-    found = list(counts())
+    found = counts()
     virtualgpu.reset()
     virtualgpu.gpus(1)
     with virtualgpu.engine.machine.dry_runs.set_here(False):
-        assert found == list(counts())
+        assert found == counts()
 
 
 # How something that is not known, u, is written to a tensor x, or to what shares its memory

@@ -1,4 +1,4 @@
-"""For what the host waits: its simulated time says so, and torch.cuda.set_sync_debug_mode where PyTorch knows of it (engine/host_waits.py)."""
+"""For what the host waits: its simulated time says so, and torch.cuda.set_sync_debug_mode where PyTorch knows of it (engine/operations.py)."""
 
 import tomllib
 import warnings

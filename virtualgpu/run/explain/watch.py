@@ -22,7 +22,7 @@ from virtualgpu import _compat, environment
 from virtualgpu._compat import in_tf32
 from virtualgpu._compat.distributed import comm_hooks
 from virtualgpu.distributed.topology import Layout
-from virtualgpu.engine.half_precision import HALVES
+from virtualgpu.engine.cuda_differences import HALVES
 from virtualgpu.run import results
 from virtualgpu.run.explain import applied
 from virtualgpu.run.explain.changes import LEFT, Explained, parts
