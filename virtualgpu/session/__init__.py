@@ -55,7 +55,7 @@ def _one_at_a_time(function):
 _lock = threading.RLock()
 _session: Session | None = None
 _sanitize = False  # are races looked for, on whatever GPUs are on?
-_timers = "told"  # see Machine.timers
+_timers = "warn"  # see Machine.timers
 _played: Session | None = None  # the runner's, which pass for real ones, while others of a notebook's own are on
 
 
@@ -108,7 +108,7 @@ def timers(kind: str) -> None:
 
 def timers_of_others() -> str:
     """`timers` of the processes that this one starts."""
-    return "real" if _timers == "told" else _timers
+    return "real" if _timers == "warn" else _timers
 
 
 def of_the_runner() -> bool:

@@ -20,7 +20,7 @@ from virtualgpu.torch_api.patches import Patches
 # In this order: memory and random numbers before the driver that uses them; what is refused after all that answers
 PATCH_MODULES = """
     torch_api.memory torch_api.random torch_api.cuda torch_api.streams torch_api.tensor torch_api.construct
-    torch_api.functions torch_api.storage torch_api.files torch_api.processes torch_api.data_parallel torch_api.host_time
+    torch_api.functions torch_api.moves torch_api.files torch_api.processes torch_api.data_parallel torch_api.host_time
     distributed.process_group torch_api.autocast torch_api.hooks torch_api.nvml torch_api.surface"""
 MODULES = [importlib.import_module(f"virtualgpu.{name}") for name in PATCH_MODULES.split()]
 

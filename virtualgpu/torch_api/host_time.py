@@ -8,6 +8,7 @@ import threading
 import time
 import timeit
 from collections.abc import Callable
+from typing import Any
 
 from virtualgpu.engine.frames import warn_at_the_program
 from virtualgpu.engine.machine import Machine
@@ -120,7 +121,7 @@ STOPWATCHES = (  # libraries whose stopwatches time the program's work, and say 
 )
 NOT_OURS = ("virtualgpu.", "torch.", "helpers.")
 REFRESHES = "tqdm._monitor"  # a thread that looks whether a bar has stood still for whoever sits before it
-TOLD = (
+NOT_THE_GPUS_TIME = (
     "time.{}() is this machine's here, which computes what a GPU would: it does not say how long the GPUs took. "
     'virtualgpu.timers("simulated") makes it say that, and virtualgpu.timers("real") that this is meant'
 )
@@ -132,7 +133,7 @@ def install(machine: Machine, patches: Patches) -> None:
     timers = Timers(machine)
     for name in READ:
         patches.replace_everywhere(time, name, Stopwatch(timers, getattr(time, name)))
-    watch = time.perf_counter
+    watch: Any = time.perf_counter
     patches.replace(timeit, "default_timer", watch)
     for function in (timeit.Timer.__init__, timeit.timeit, timeit.repeat):
         defaults = tuple(watch if value is watch.original else value for value in function.__defaults__ or ())
@@ -180,12 +181,12 @@ class Timers:
         latest = _latest[name] = max(now, _latest.get(name, now))
         return now if clock.own.launched or clock.own.main else latest  # who only looks on is never behind
 
-    def tell(self, name: str) -> None:
-        """Once: this is not the GPUs' time, to who reads it around torch.cuda.synchronize."""
+    def warn(self, name: str) -> None:
+        """Once: this is not the GPUs' time, where it is read around torch.cuda.synchronize."""
         before, self.read_at = self.read_at, (self.clock.host, self.clock.synchronized)
         if before is not None and self.read_at[0] > before[0] and self.read_at[1] > before[1]:
             self.machine.read_timers("real")
-            warn_at_the_program(TOLD.format(name))
+            warn_at_the_program(NOT_THE_GPUS_TIME.format(name))
 
 
 class Stopwatch:
@@ -203,14 +204,14 @@ class Stopwatch:
         return repr(self.original)
 
     def __call__(self):
-        """The time, as who asks is to be told."""
+        """The time, of the kind that was chosen for who asks."""
         timers, now = self.timers, None
         kind = timers.machine.timers
         if kind != "real" and is_a_stopwatch(sys._getframe(1)):
             if kind == "simulated":
                 now = timers.simulated(self.__name__)
             else:
-                timers.tell(self.__name__)
+                timers.warn(self.__name__)
         return self.original() if now is None else now
 
 

@@ -245,8 +245,8 @@ def test_an_operation_without_a_known_rule_is_refused(monkeypatch):
     monkeypatch.setattr(lists, "FP32", tuple(name for name in lists.FP32 if name != "exp"))
     op, _, rule = lists.rules.__wrapped__()["exp"]  # they are made once
     with pytest.raises(NotImplementedError, match=r"what autocast does to aten::exp in this version"):
-        rule(op)((torch.rand(3, device="cuda"),), {})
-    assert rule(op)((1,), {}) == ((1,), {})
+        rule(op, (torch.rand(3, device="cuda"),), {})
+    assert rule(op, (1,), {}) == ((1,), {})
 
 
 @pytest.mark.parametrize("dry", [False, True])
