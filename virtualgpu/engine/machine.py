@@ -353,7 +353,7 @@ class Machine:
         self.real_gpus = 0
         self.initialized = self.forked = self.closed = False
         self.enter, self.leave = enter, leave
-        self.choose = None
+        self.choose: Callable[[], list[int]] | None = None
         self._on_first_use: list[Callable[[], None]] = []
         self.timers = "warn"
         self._warns_of_nan = True
@@ -364,7 +364,7 @@ class Machine:
     def _make_gpus(self) -> list[GPU]:
         return [GPU(index, self.specs[physical], self, physical) for index, physical in enumerate(self.visible)]
 
-    def choose_by(self, choose: Callable[[], list[int]]) -> None:
+    def choose_by(self, choose: Callable[[], list[int]] | None) -> None:
         """Until a GPU is used, `choose` says which of the cards there are (CUDA_VISIBLE_DEVICES)."""
         self.choose = choose
 

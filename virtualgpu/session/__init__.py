@@ -74,7 +74,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 
 def current() -> Machine | None:
     """The virtual GPUs that are on, whatever they pass for."""
-    return _session and _session.machine
+    return None if _session is None else _session.machine
 
 
 def look_for_races(on: bool) -> bool:
@@ -211,9 +211,9 @@ def activate(
 @_one_at_a_time
 def restart() -> None:
     """The same virtual GPUs, fresh: empty, at time zero. Tensors on the old ones are lost."""
-    if _session is None:
-        raise RuntimeError("there are no virtual GPUs to renew: call gpus() first")
     old = _close()
+    if old is None:
+        raise RuntimeError("there are no virtual GPUs to renew: call gpus() first")
     new = turn_on(old.cards, old.machine.visible, old.impersonates_real, old.settings).machine
     new.be_dry(old.machine.always_dry)
     new.choose_by(old.machine.choose)

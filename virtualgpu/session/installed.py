@@ -70,7 +70,7 @@ class Session:
         self.sanitizer.restore()
         self.sanitize = on
         if on:
-            hooks.install_switch(self.machine, self.sanitizer)
+            hooks.install_detector(self.machine, self.sanitizer)
 
     def enter(self) -> None:
         """This thread sees the virtual GPUs from now on. Modes of others that are on may end before ours."""

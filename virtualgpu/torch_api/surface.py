@@ -55,7 +55,7 @@ def install(machine: Machine, patches: Patches) -> None:
             _refuse(name, sentence, patches)
 
 
-def lacking(version: tuple[int, int]) -> set[str]:
+def lacking(version: tuple[int, ...]) -> set[str]:
     """The names that a wheel with CUDA of that version of PyTorch, (2, 15), does not have."""
     return {name for name in SINCE if version < SINCE[name]} | {name for name in UNTIL if version >= UNTIL[name]}
 
