@@ -61,17 +61,12 @@ def _asarray(machine: Machine, original, obj, *, dtype=None, device=None, copy=N
     """Of a tensor: the same memory, where nothing asks for another."""
     if is_on_gpu(machine, obj):
         device = device if device is not None else _compat.default_device()
-        if device is not None and machine.gpu(device) is not gpu_of(obj):
-            if copy is False:
-                raise ValueError(f"can't alias tensor from device '{obj.device}' to '{torch.device(device)}'.")
-            obj, copy = obj.to(device), None
+        other_device = device is not None and machine.gpu(device) is not gpu_of(obj)
+        if copy is False and other_device:
+            raise ValueError(f"can't alias tensor from device '{obj.device}' to '{torch.device(device)}'.")
+        if other_device or (dtype is not None and dtype is not obj.dtype and copy is not False):
+            obj, dtype, copy = obj.to(device if other_device else obj.device, dtype or obj.dtype), None, None
         device = None
-        if dtype is not None and dtype is not obj.dtype:
-            if copy is False:
-                kinds = [LEGACY.get(kind, str(kind)).removesuffix("Tensor") for kind in (obj.dtype, dtype)]
-                raise ValueError(f"can't alias tensor with dtype '{kinds[0]}' into dtype '{kinds[1]}'.")
-            obj, copy = obj.to(dtype), None
-        dtype = None
     obj = _with_numbers(machine, obj)
     options = {"dtype": dtype, "copy": copy, "requires_grad": requires_grad}
     if machine.dry and isinstance(obj, torch.UntypedStorage):  # safetensors: a file's, which keeps its numbers

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 import virtualgpu
 from tests.virtualgpu.rounded import RoundedProducts
@@ -202,22 +201,6 @@ def test_operations_give_and_cast_as_pytorchs_own(dry, pytorchs):
     assert wrong == {} and compared > 80
 
 
-def test_numbers_equal_casts_by_hand():
-    different = []
-    for known, name, function, args, options in operations():
-        with torch.autocast("cuda"):
-            ours = function(*tree_map_only(torch.Tensor, torch.Tensor.cuda, args), **options)
-        dtype = F16 if known.endswith("fp16") else F32
-        cast = tree_map_only(torch.Tensor, lambda x, to=dtype: x.to(to) if x.is_floating_point() else x, args)
-        with RoundedProducts():
-            theirs = function(*cast, **options)
-        if name in ("scaled_dot_product_attention", "lstm_cell", "gru_cell"):  # fused on a GPU, and rounded elsewhere
-            torch.testing.assert_close(ours, tree_map_only(torch.Tensor, torch.Tensor.cuda, theirs), atol=2e-3, rtol=0)
-        elif not equal(ours, theirs):
-            different.append(name)
-    assert different == []
-
-
 def test_what_no_list_changes():
     x, half = torch.rand(3, 3, device="cuda", dtype=F64), torch.rand(3, device="cuda", dtype=F16)
     single, n = half.float(), torch.arange(3, device="cuda")
@@ -358,17 +341,6 @@ def of_gpus_alone():
         yield torch.pow(torch.rand(3, device="cuda", dtype=F16), torch.tensor(2.0)).dtype
 
 
-def by_the_old_name():
-    with warnings.catch_warnings(), torch.cuda.amp.autocast(dtype=BF16):
-        yield product()
-
-
-def after_an_error():
-    with pytest.raises(ZeroDivisionError), torch.autocast("cuda"):
-        _ = 1 / 0
-    yield product()
-
-
 def data_parallel():
     model, x = nn.DataParallel(nn.Linear(4, 4).cuda(), [0, 1]), torch.rand(4, 4, device="cuda")
     with torch.autocast("cuda"):
@@ -385,7 +357,6 @@ def transformed():
     assert equal(gradient, (x.cpu().half().mT.sum(1, keepdim=True).expand(2, 2)).float())
 
 
-@pytest.mark.filterwarnings("ignore:`torch.cuda.amp.autocast")
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
@@ -394,8 +365,6 @@ def transformed():
         (in_a_thread, [F32, BF16, F16]),
         (of_both_devices, [BF16, F32, torch.complex32, F16, torch.complex64, BF16, F16, F32, F32, F16]),
         (of_gpus_alone, [F32, F16, F32]),
-        (by_the_old_name, [BF16]),
-        (after_an_error, [F32]),
         (data_parallel, [F16, F32]),
         (transformed, [F16, F32]),
     ],
@@ -411,48 +380,6 @@ def test_bfloat16_is_there_on_a_t4_too():
         assert product() is BF16
         out = nn.LSTM(2, 2).cuda()(torch.rand(1, 1, 2, device="cuda", dtype=BF16))
         assert set(kinds(out)) == {BF16}  # no cuDNN for it
-
-
-@pytest.mark.parametrize(("options", "expected"), [({}, [F16, F16]), ({"cast_inputs": F32}, [F32, F32])])
-def test_functions_of_ones_own(options, expected):
-    class Product(torch.autograd.Function):
-        @staticmethod
-        @torch.amp.custom_fwd(device_type="cuda", **options)
-        def forward(ctx, x):
-            return x @ x
-
-        @staticmethod
-        @torch.amp.custom_bwd(device_type="cuda")
-        def backward(ctx, gradient):
-            found.append((gradient.float() @ gradient.float()).dtype)
-            return gradient
-
-    x = torch.rand(2, 2, device="cuda", dtype=F16, requires_grad=True)
-    with torch.autocast("cuda"):
-        out = Product.apply(x)
-    found = [out.dtype]
-    out.sum().backward()
-    assert found == expected and x.grad.dtype is F16
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_compute_again_in_the_same_dtype(reentrant):
-    found = []
-
-    def block(x):
-        out = layer(x)
-        found.append(out.dtype)
-        return out.exp()
-
-    layer, x = nn.Linear(4, 4).cuda(), torch.rand(2, 4, device="cuda", requires_grad=True)
-    with torch.autocast("cuda", BF16):
-        out = checkpoint(block, x, use_reentrant=reentrant).sum()
-    out.backward()
-    plain = layer.weight.grad.clone()
-    layer.zero_grad()
-    with torch.autocast("cuda", BF16):
-        block(x).sum().backward()
-    assert found == [BF16] * 3 and equal(layer.weight.grad, plain) and not torch.is_autocast_enabled()
 
 
 # -- casts are operations
