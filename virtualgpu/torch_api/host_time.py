@@ -93,7 +93,7 @@ class OwnWork(threading.local):
 #
 # A program that reads the time around work on GPUs means theirs: under the runner it is told the simulated time of its rank, from the moment at which its
 # process uses a GPU; `timers` chooses. Who reads is seen by the line that calls: a library's limits, logs and loaders keep this machine's time, those that
-# time other people's work (`STOPWATCHES`) do not. What the program works beside its GPUs passes as well: own_work.py.
+# time other people's work (`STOPWATCHES`) do not. What the program works beside its GPUs passes as well: `OwnWork`.
 #
 # A sleep passes on the simulated clock, for a host that sleeps launches nothing, but only where the main thread sleeps by a line of the program. A
 # library's sleep waits for something that happens on this machine (a process, a file, an answer), and a thread that watches the program would
@@ -104,21 +104,11 @@ class OwnWork(threading.local):
 measured = threading.local()
 LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 READ = ("time", "perf_counter", "monotonic", "time_ns", "perf_counter_ns", "monotonic_ns")
-STOPWATCHES = (  # libraries whose stopwatches time the program's work, and say so to people
-    "timeit",
-    "tqdm.",
-    "torch.utils.benchmark.",
-    "IPython.core.magics.execution",
-    "accelerate.",
-    "deepspeed.",
-    "ignite.",
-    "lightning.",
-    "megatron.",
-    "pytorch_lightning.",
-    "timm.",
-    "torchtitan.",
-    "transformers.",
-)
+# Libraries whose stopwatches time the program's work, and say so to people
+NAMES = """
+    timeit tqdm. torch.utils.benchmark. IPython.core.magics.execution accelerate. deepspeed. ignite. lightning. megatron.
+    pytorch_lightning. timm. torchtitan. transformers."""
+STOPWATCHES = tuple(NAMES.split())
 NOT_OURS = ("virtualgpu.", "torch.", "helpers.")
 REFRESHES = "tqdm._monitor"  # a thread that looks whether a bar has stood still for whoever sits before it
 NOT_THE_GPUS_TIME = (
@@ -207,7 +197,7 @@ class Stopwatch:
         """The time, of the kind that was chosen for who asks."""
         timers, now = self.timers, None
         kind = timers.machine.timers
-        if kind != "real" and is_a_stopwatch(sys._getframe(1)):
+        if kind != "real" and _is_a_stopwatch(sys._getframe(1)):
             if kind == "simulated":
                 now = timers.simulated(self.__name__)
             else:
@@ -218,7 +208,7 @@ class Stopwatch:
 def _sleep(machine: Machine, original, seconds) -> None:
     original(seconds)
     caller = sys._getframe(2)  # below this function and what stands in for sleep
-    if getattr(measured, "here", False) or not is_the_programs(caller):
+    if getattr(measured, "here", False) or not _is_the_programs(caller):
         return
     if threading.current_thread() is threading.main_thread():
         machine.clock.wait_until(machine.clock.host + seconds)
@@ -226,13 +216,13 @@ def _sleep(machine: Machine, original, seconds) -> None:
         machine.clock.own.pause(seconds)
 
 
-def is_a_stopwatch(frame) -> bool:
+def _is_a_stopwatch(frame) -> bool:
     """Does a line of the program call, or one of a library that times it?"""
     name = frame.f_globals.get("__name__", "")
-    return is_the_programs(frame) or (f"{name}.".startswith(STOPWATCHES) and name != REFRESHES)
+    return _is_the_programs(frame) or (f"{name}.".startswith(STOPWATCHES) and name != REFRESHES)
 
 
-def is_the_programs(frame) -> bool:
+def _is_the_programs(frame) -> bool:
     """Does a line of the program call?"""
     name = frame.f_globals.get("__name__", "")
     return not name.startswith(NOT_OURS) and not frame.f_code.co_filename.startswith(LIBRARIES)

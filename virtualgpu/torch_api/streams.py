@@ -21,7 +21,7 @@ def install(machine: Machine, patches: Patches) -> None:
     of_session = {"machine": machine, "__module__": "torch.cuda.streams"}
     stream = any_stream.virtual = type(any_stream)("Stream", (StreamMethods, any_stream), of_session)
     event = any_event.virtual = type(any_event)("Event", (EventMethods, any_event), of_session)
-    streams = Streams(machine, stream)
+    streams = _Streams(machine, stream)
     external = streams.external  # one object in both modules
     for owner in (torch.cuda, torch.cuda.streams):
         patches.replace(owner, "Stream", stream)
@@ -32,7 +32,7 @@ def install(machine: Machine, patches: Patches) -> None:
     for name, answer in {
         "_CudaStreamBase": stream,
         "_CudaEventBase": event,
-        "_cuda_getCurrentStream": lambda device: numbers(streams.current(device)),
+        "_cuda_getCurrentStream": lambda device: _numbers(streams.current(device)),
         "_cuda_getDefaultStream": lambda device: (DEFAULT, streams.gpu(device), CUDA),
         "_cuda_getCurrentRawStream": lambda device: handle(streams.current(device)),
         "_cuda_getStreamFromExternal": streams.from_external,
@@ -43,7 +43,7 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.add(_compat.C, name, answer)
 
 
-class Streams:
+class _Streams:
     """The C functions about streams. A device is an index, -1 the current GPU; a stream is its id, its GPU and the kind of device."""
 
     def __init__(self, machine: Machine, kind: type):
@@ -54,16 +54,13 @@ class Streams:
         return self.machine.expect_gpu(None if device < 0 else device).index
 
     def current(self, device: int = -1) -> Queue:
-        """This thread's current stream of a GPU."""
         return self.clock.current(self.gpu(device))
 
     def current_stream(self, device: int = -1):
-        """As a torch.cuda.Stream."""
         queue = self.current(device)
         return self.kind(stream_id=queue.id, device_index=queue.gpu, device_type=CUDA)
 
     def use(self, stream_id: int, device_index: int, device_type: int = CUDA) -> None:
-        """The stream, and its GPU, are current from now on."""
         self.machine.local.use_device(self.gpu(device_index))
         self.clock.use(self.clock.stream(device_index, stream_id))
 
@@ -77,11 +74,10 @@ class Streams:
         return self.kind(stream_id=id, device_index=gpu.index, device_type=CUDA)
 
     def from_external(self, pointer: int, device: int) -> tuple[int, int, int]:
-        """The same, for a stream's three numbers."""
-        return numbers(self.clock.stream(device, self.external(pointer, device).stream_id))
+        return _numbers(self.clock.stream(device, self.external(pointer, device).stream_id))
 
 
-def numbers(queue: Queue) -> tuple[int, int, int]:
+def _numbers(queue: Queue) -> tuple[int, int, int]:
     """As C++ knows a stream."""
     return queue.id, queue.gpu, CUDA
 
