@@ -191,7 +191,7 @@ class Library:
                 return SYSTEM[name](self._board, *arguments)
             return self._of_device(name.removeprefix("nvmlDeviceGet"), *arguments)
 
-    def _of_device(self, name: str, handle, *arguments) -> int:
+    def _of_device(self, name: str, handle=None, *arguments) -> int:
         if name not in {*TEXTS, *NUMBERS, *STRUCTURES, "UtilizationRates"}:
             return NOT_SUPPORTED
         gpu = (ctypes.cast(handle, ctypes.c_void_p).value or 0) - 1

@@ -202,6 +202,23 @@ def test_a_plain_thread_older_than_the_gpus_sees_them():
     assert answers == [ONE, ONE, "Expected all tensors to be on the same device, but"]
 
 
+def test_an_operation_in_another_thread_during_backward(gpus):
+    """It does not end the backward pass's own account of time."""
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    kept = []
+
+    def look(gradient):
+        before = gpus.clock.host
+        in_thread(lambda: torch.ones(2, device="cuda:1") + 1)
+        kept.append(gpus.clock.host >= before)
+
+    y = (x * 2) * 3
+    y.register_hook(look)
+    before = gpus.clock.host
+    y.sum().backward()
+    assert kept == [True] and gpus.clock.host > before and x.grad.tolist() == [6, 6, 6]
+
+
 def test_attention_deep_in_a_thread(gpus):
     """Its C++ makes a mask "on the CPU", which belongs to the call, wherever the thread's first frames are."""
     x = torch.randn(1, 1, 4, 8, device="cuda", requires_grad=True)
@@ -269,6 +286,14 @@ def test_what_somebody_else_replaced_stays_theirs():
     finally:
         del torch.Tensor.numpy
     assert torch.ones(2).numpy().tolist() == [1, 1]
+
+
+def test_an_inner_with_leaves_the_outer_on():
+    with virtualgpu.gpus(2) as outer:
+        with virtualgpu.gpus(2) as inner:
+            assert inner == outer
+        assert torch.ones(1, device="cuda:1").device == ONE
+    pristine()
 
 
 # -- dry runs
