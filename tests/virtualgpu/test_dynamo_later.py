@@ -35,20 +35,17 @@ optimizer.step()
 assert waits()
 """
 CASES = {
-    "an eager program does without": TRAINED + "train(); assert waits() and 'sympy' not in sys.modules",
     "numbers are the same with it": TRAINED
     + """
 torch.manual_seed(1)
 without = train()
 dist.destroy_process_group()
-assert waits()
+assert waits() and "sympy" not in sys.modules
 torch._dynamo.reset()
 assert not waits() and "sympy" in sys.modules
 torch.manual_seed(1)
 assert train() == without
 """,
-    "an attribute": STEP
-    + "assert torch._dynamo.OptimizedModule is sys.modules['torch._dynamo.eval_frame'].OptimizedModule; assert not waits()",
     "a part by its name": STEP
     + "import torch._dynamo.eval_frame as part; assert part is torch._dynamo.eval_frame; assert not waits(); "
     "assert part.__spec__.loader is part.__loader__; assert part.OptimizedModule is torch._dynamo.OptimizedModule",
