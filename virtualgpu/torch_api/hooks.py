@@ -69,16 +69,14 @@ def _be_deterministic(patches: Patches, later: list, original, mode, *, warn_onl
     if _compat.compiler_has_settings() or not (isinstance(mode, bool) and isinstance(warn_only, bool)):
         return original(mode, warn_only=warn_only)
     torch.set_deterministic_debug_mode("default" if not mode else "warn" if warn_only else "error")
+
+    def tell_compiler() -> None:
+        if later[-1]:
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            original(torch.are_deterministic_algorithms_enabled(), warn_only=warns)
+
     if not later:
-        patches.undo(
-            lambda: (
-                later[-1]
-                and original(
-                    torch.are_deterministic_algorithms_enabled(),
-                    warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-                )
-            )
-        )
+        patches.undo(tell_compiler)
     later.append(mode)
 
 
