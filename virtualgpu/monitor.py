@@ -26,7 +26,7 @@ import torch
 from virtualgpu import session
 from virtualgpu.engine.machine import Machine
 from virtualgpu.environment import visible
-from virtualgpu.torch_api.nvml import Utilization
+from virtualgpu.torch_api.nvml import SinceAsked
 
 GAP = math.nan
 
@@ -66,13 +66,17 @@ class NoSource(RuntimeError):
 
 
 class VirtualSource(Source):
-    """Virtual GPUs on their simulated clock. Work counts for the reading after it was queued, also where the GPU comes to it later."""
+    """Virtual GPUs on their simulated clock. Work counts for the reading after it was queued, also where the GPU comes to it later. NCCL's
+    kernels keep a GPU busy, as in nvidia-smi, also while they wait for other ranks; computing is what other kernels do."""
 
     interval = None
     origin = "simulated"
 
     def __init__(self, machine: Machine):
-        self._gpus, self._clock, self._usage = machine.look(), machine.clock, Utilization(machine.clock)
+        clock = self._clock = machine.clock
+        self._gpus = machine.look()
+        self._busy = SinceAsked(lambda gpu: (clock.busy[gpu], clock.latest()))
+        self._computing = SinceAsked(lambda gpu: (clock.computing[gpu], clock.latest()))
         self.devices = [str(gpu.device) for gpu in self._gpus]
         self.read()
 
@@ -82,7 +86,8 @@ class VirtualSource(Source):
 
     def read(self) -> list[Reading]:
         """Of work that was queued since the last call."""
-        return [Reading(*(100 * share for share in self._usage.read(gpu.index))) for gpu in self._gpus]
+        kinds = (self._busy, self._computing)
+        return [Reading(*(100 * kind.fraction(gpu.index) for kind in kinds)) for gpu in self._gpus]
 
 
 class NVMLSource(Source):

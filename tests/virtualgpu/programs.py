@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -95,16 +95,6 @@ def pipelined_resnet(a, b):
     return train(PipelinedResNet(a, b), *pictures(), a, b)
 
 
-def resnet18(a, b):
-    return train(torchvision.models.resnet18(num_classes=10).to(a), *pictures(), a, a)
-
-
-def vgg(a, b):
-    model = torchvision.models.VGG(torchvision.models.vgg.make_layers([8, "M", 16, "M", 16, "M"]), num_classes=10)
-    model.classifier = nn.Sequential(nn.Linear(16 * 49, 64), nn.ReLU(True), nn.Dropout(), nn.Linear(64, 10))
-    return train(model.to(b), *pictures(), b, b)
-
-
 def vit(a, b):
     model = torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=10)
     return train(model.to(a), *pictures(), a, a)
@@ -177,10 +167,8 @@ def _optimizer(make):
     return program
 
 
-sgd = _optimizer(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True))
 adam = _optimizer(lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=True))
 adamw = _optimizer(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True))
-adamw_plain = _optimizer(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False))
 rmsprop = _optimizer(lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, foreach=True))
 
 
@@ -245,13 +233,6 @@ def checkpointed(a, b):
     for reentrant in (False, True):
         checkpoint(whole, x, use_reentrant=reentrant).square().sum().backward()
     return [x.grad.cpu(), *(p.grad.cpu() for net in (below, above) for p in net.parameters())]
-
-
-def vectors(a, b):
-    model = _net(a)
-    vector = parameters_to_vector(model.parameters())
-    vector_to_parameters(vector * 0.5, model.parameters())
-    return [vector.detach().cpu(), model(torch.ones(4, 8, device=a)).detach().cpu()]
 
 
 def in_place_and_views(a, b):

@@ -99,16 +99,6 @@ def test_by_cpu_and_cuda_and_with_its_gradient(on_card):
     assert real.grad.tolist() == [1, 1, 1]
 
 
-def test_a_module_is_taken_over(on_card):
-    layer = torch.nn.Linear(3, 1)
-    layer.bias = torch.nn.Parameter(on_card()[:1])
-    virtualgpu.gpus(2)
-    with pytest.raises(RuntimeError, match=REFUSED):
-        layer(torch.ones(3))
-    layer.to(ONE)
-    assert layer(torch.ones(1, 3, device=ONE)).device == ONE
-
-
 def test_it_is_read_and_saved_and_afterwards_as_before(on_card):
     """PyTorch reads memory at a storage's address after storage.cpu(), which gave the card's."""
     real, file = on_card(), io.BytesIO()

@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
 
 import virtualgpu
 from tests import forks
@@ -170,63 +168,6 @@ def test_what_a_private_name_says(gpus, ask, expected):
 # -- what a dispatch mode is told
 
 
-FACTORIES = {
-    "empty": lambda: torch.empty(2),
-    "empty_strided": lambda: torch.empty_strided((2,), (1,)),
-    "full": lambda: torch.full((2,), 3.0),
-    "arange": lambda: torch.arange(3),
-    "linspace": lambda: torch.linspace(0, 1, 3),
-    "eye": lambda: torch.eye(2),
-    "randn": lambda: torch.randn(2),
-    "randint": lambda: torch.randint(3, (2,)),
-    "randperm": lambda: torch.randperm(3),
-    "hann_window": lambda: torch.hann_window(4),
-    "tril_indices": lambda: torch.tril_indices(2, 2),
-    "scalar_tensor": lambda: torch.scalar_tensor(1.0),
-    "zeros_like": lambda: torch.zeros_like(torch.ones(1)),
-    "new_ones": lambda: torch.ones(1).new_ones(2),
-}
-
-
-def test_factories_say_pin_memory_where_python_calls_them():
-    for name, make in FACTORIES.items():
-        with Listener() as listener:
-            make()
-        made = [kwargs for func, _, _, kwargs in listener.heard if name in str(func)]
-        assert made and all("pin_memory" in kwargs for kwargs in made), name
-    for call in (lambda: functional.one_hot(torch.arange(3), 4), lambda: torch.vander(torch.arange(3.0))):
-        with Listener() as listener:
-            call()
-        inside = [
-            kwargs for func, _, _, kwargs in listener.heard if "device" in kwargs and func is not aten.arange.default
-        ]
-        inside = [kwargs for kwargs in inside if "start" not in kwargs]
-        assert inside and not any("pin_memory" in kwargs for kwargs in inside)
-
-
-def test_types_are_empty_for_plain_tensors():
-    class Named(torch.Tensor):
-        pass
-
-    class Wrapping(torch.Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-            return torch.ones(())
-
-    with Listener() as listener:
-        torch.ones(2) + torch.nn.Parameter(torch.ones(2))
-        torch.ones(2).as_subclass(Named) + 1
-    assert {types for _, types, *_ in listener.heard} == {()}
-    assert Named.__torch_dispatch__ is _compat.no_dispatch is not Wrapping.__torch_dispatch__
-    wrapped = torch.Tensor._make_subclass(Wrapping, torch.ones(2))
-    with Listener() as listener:
-        wrapped.sin()
-    assert listener.heard[-1][1] == (Wrapping,)
-    with Listener() as listener, _compat.without_dispatch():
-        torch.ones(2).sin()
-    assert not listener.heard
-
-
 def test_numbers_arrive_as_a_copy_from_the_cpu():
     before = _compat.lifts_only_cpu_tensors()  # others turn it on, too
     virtualgpu.gpus(2)
@@ -241,68 +182,10 @@ def test_numbers_arrive_as_a_copy_from_the_cpu():
     assert _compat.lifts_only_cpu_tensors() is before
 
 
-def test_modes_are_found_and_taken_from_the_middle_of_the_stack():
-    outer, middle, inner = Listener(), Listener(), Listener()
-    with outer:
-        middle.__enter__()
-        with inner:
-            assert _compat.has_mode(lambda mode: mode is middle)
-            _compat.remove_modes(lambda mode: mode is middle)
-            assert not _compat.has_mode(lambda mode: mode is middle)
-            torch.ones(2)
-    assert (outer.names, middle.names, inner.names) == (["ones"], [], ["ones"])
-    below, above = Listener(), Listener()
-    with above:
-        _compat.enter_below(below)
-        torch.ones(2)
-    assert below.names == above.names == ["ones"]
-    torch.zeros(2)  # above has ended itself
-    assert (below.names, above.names) == (["ones", "zeros"], ["ones"])
-    _compat.remove_modes(lambda mode: mode is below)
-    torch.eye(2)
-    assert below.names == ["ones", "zeros"]
+# -- operations, registrations, files
 
 
-# -- autograd
-
-
-def test_numbers_of_nodes():
-    """While an operation runs, its node has been numbered already: the next number is one more."""
-    x = torch.ones(3, requires_grad=True)
-    with Listener(_compat.next_sequence_number) as listener:
-        results = [x.sin(), x * 2, torch.cat([x, x])]
-    numbers = [number - 1 for name, number in zip(listener.names, listener.answers, strict=True)]
-    assert numbers == [result.grad_fn._sequence_nr() for result in results]
-
-
-def test_the_node_and_the_task_of_a_backward_pass():
-    x = torch.ones(3, requires_grad=True)
-    first, second = x.sin(), x.exp()
-    assert _compat.graph_task() == -1 and _compat.current_node() is None
-    tasks = []
-    for result in (first, second):
-        with Listener(lambda: (_compat.graph_task(), _compat.current_node())) as listener:
-            result.backward(torch.ones(3))
-        nodes = {node.name() for task, node in listener.answers if node is not None}
-        assert {"SinBackward0"} <= nodes if result is first else {"ExpBackward0"} <= nodes
-        tasks.append({task for task, node in listener.answers if node is not None})
-    assert len(tasks[0]) == len(tasks[1]) == 1 and tasks[0].isdisjoint(tasks[1]) and min(tasks[0] | tasks[1]) >= 0
-    assert _compat.graph_task() == -1
-
-
-# -- operations, registrations, files, loaders
-
-
-def test_composites_and_operators_of_higher_order():
-    x = torch.arange(6.0).view(2, 3)
-    with Listener() as listener:
-        assert torch.equal(_compat.decompose(aten.matmul.default, (x, x.t()), {}), x @ x.t())
-    assert "mm" in listener.names
-    assert torch.ops.higher_order.flex_attention is _compat.flex.flex_attention
-    for operator in (_compat.flex.flex_attention, _compat.flex.flex_attention_backward):
-        assert callable(_compat.implementation(operator))
-    assert callable(_compat.flex.create_fw_bw_graph)
-
+def test_an_operator_of_higher_order_without_a_kernel_is_named():
     class Nothing(_compat.HigherOrderOperator):
         def __call__(self):
             """It has no kernel."""
@@ -363,21 +246,6 @@ def test_a_subscript_is_known_by_its_instruction(gpus):
             x.index_fill_(0, torch.tensor(index), 0)
     x[[2]] += 6
     assert x.tolist() == [99, 99, 7]
-
-
-class Workers(torch.utils.data.IterableDataset):
-    """Says whether it is in a worker."""
-
-    def __iter__(self):
-        yield _compat.in_loader_worker()
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loaders_iterator(workers):
-    iterator = iter(DataLoader([1, 2, 3], num_workers=workers))
-    assert isinstance(iterator, _compat.loader_iterator()) and next(iterator).tolist() == [1]
-    assert not _compat.in_loader_worker()
-    assert next(iter(DataLoader(Workers(), batch_size=None, num_workers=workers))) is bool(workers)
 
 
 # -- in a process of its own
@@ -491,25 +359,3 @@ def test_no_other_file_spells_a_private_name():
     trees = {path: ast.parse(path.read_text("utf-8")) for path in files}
     own = OF_PYTHON | OF_TRITON.union(*map(names_of, trees.values()))
     assert {str(path.relative_to(ENGINE)): names for path, tree in trees.items() if (names := spelled(tree, own))} == {}
-
-
-@pytest.mark.parametrize(
-    ("line", "seen"),
-    [
-        ("import torch._dynamo", True),
-        ("from torch.utils import _pytree", True),
-        ("from torch._ops import OpOverload", True),
-        ("torch.cuda._lazy_init()", True),
-        ("func._schema", True),
-        ("storage._cdata", True),
-        ('sys.modules.get("torch._dynamo")', True),
-        ('getattr(options, "_timeout", None)', True),
-        ("import torch", False),
-        ("self._own", False),
-        ("torch.ops.aten._to_copy", False),
-        ("sys._getframe()", False),
-        ("f'see torch._C.x'", False),
-    ],
-)
-def test_what_the_guard_sees(line, seen):
-    assert bool(spelled(ast.parse(line), {"_own", *OF_PYTHON})) is seen

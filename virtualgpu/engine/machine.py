@@ -149,7 +149,7 @@ class Machine:
     (torch.cuda.is_initialized). forked: this process was forked from one that had. ledger: shared with the other processes of a run.
     real_gpus: how many real ones there are beside these. single_rank: the rank that this process plays alone
     (distributed.topology.RankConfig). timers: what time.time() and its kind
-    tell the program: simulated, real, or told (real, and it is told so once). communicators: of process groups. in_flight: numbers that these have on their way.
+    tell the program: simulated, real, or warn (real, and a warning says so once). communicators: of process groups. in_flight: numbers that these have on their way.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class Machine:
         specs: list[Spec],
         visible: list[int] | None = None,
         settings: MachineSettings = MachineSettings(),  # noqa: B008
-        enter: Callable[[], None] | None = None,
-        leave: Callable[[], None] | None = None,
+        enter: Callable[[], None] = lambda: None,
+        leave: Callable[[], None] = lambda: None,
     ):
         """enter, leave: the thread that calls it sees the GPUs from then on, or no longer."""
         self.specs, self.settings = specs, settings
@@ -177,7 +177,7 @@ class Machine:
         self.enter, self.leave = enter, leave
         self.choose: Callable[[], list[int]] | None = None
         self._on_first_use: list[Callable[[], None]] = []
-        self.timers = "told"
+        self.timers = "warn"
         self._warns_of_nan = True
         self.workspaces = Workspaces()
         self.local = ThreadContext()
@@ -186,7 +186,7 @@ class Machine:
     def _make_gpus(self) -> list[GPU]:
         return [GPU(index, self.specs[physical], self, physical) for index, physical in enumerate(self.visible)]
 
-    def choose_by(self, choose: Callable[[], list[int]]) -> None:
+    def choose_by(self, choose: Callable[[], list[int]] | None) -> None:
         """Until a GPU is used, `choose` says which of the cards there are (CUDA_VISIBLE_DEVICES)."""
         self.choose = choose
 
@@ -312,6 +312,13 @@ class Machine:
         if not self.initialized or self.forked or self.local.seen is not self:
             self.use()
         return self.gpus[index]
+
+    def expect_gpu(self, device=None) -> GPU:
+        """As `gpu`, where no CPU can be meant: that raises PyTorch's ValueError."""
+        gpu = self.gpu(device)
+        if gpu is None:
+            raise ValueError(f"Expected a cuda device, but got: {device}")
+        return gpu
 
     def use(self) -> None:
         """Somebody uses a GPU. Raises PyTorch's error in a process that was forked from one that had."""

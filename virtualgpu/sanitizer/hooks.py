@@ -386,7 +386,7 @@ def _memory(machine: Machine, patches: Patches, detector: Detector) -> None:
 # -- Races looked for, on one machine's virtual GPUs: on and off.
 
 
-def install_switch(machine: Machine, patches: Patches) -> Detector:
+def install_detector(machine: Machine, patches: Patches) -> Detector:
     """Look for races from now on, until `patches` are restored. What is under way already is taken to be done."""
     detector = Detector(machine)
     for report in (_streams, _clock, _memory, _dispatch, _factories, _copies, _reads, _collectives):

@@ -10,11 +10,11 @@ import torch
 
 from virtualgpu import session
 from virtualgpu.distributed import topology
-from virtualgpu.engine.machine import dry_runs
+from virtualgpu.engine.machine import Machine, dry_runs
 from virtualgpu.hardware import machine as hardware_settings
 from virtualgpu.hardware import specs
-from virtualgpu.hardware.machine import Network, find_network
-from virtualgpu.hardware.specs import parse_size
+from virtualgpu.hardware.machine import MachineSettings, Network, find_network
+from virtualgpu.hardware.specs import Spec, parse_size
 from virtualgpu.session import check_number, current, reset, turn_on
 from virtualgpu.timing.trace import Recording
 
@@ -53,15 +53,14 @@ def dry_run(
     joined = None if network is None else find_network(network)
     settings = hardware_settings.find_settings(clock=clock, host=host)
     machine = current()
-    none_are_on, cards = machine is None, ()
-    if none_are_on:
+    if machine is None:
         n, like = n or (2 if where is None else 1), like or ("T4" if where is None else "H100")
-        cards = tuple(specs.find_specs(n, like, memory))
+        cards = specs.find_specs(n, like, memory)
     elif (n, like, memory) == (None, None, None):
-        cards = tuple(machine.specs)
+        cards = machine.specs
     else:
-        cards = tuple(specs.find_specs(n or len(machine.specs), like or machine.specs[0], memory))
-    if not none_are_on and _others_than(machine, cards, settings if (clock, host) != (None, None) else None):
+        cards = specs.find_specs(n or len(machine.specs), like or machine.specs[0], memory)
+    if machine is not None and _others_than(machine, cards, settings if (clock, host) != (None, None) else None):
         if _borrowed.blocks:
             there = ", ".join(card.name for card in machine.specs)
             raise ValueError(
@@ -70,10 +69,10 @@ def dry_run(
         with session.suspended(), dry_run(n, like, memory, world_size, gpus_per_node, rank, network, clock, host):
             yield
         return
-    if where is not None:
+    if world_size is not None:
         specs.check([cards[0]] * min(world_size, gpus_per_node))
     with (
-        _borrowed.use(cards if none_are_on else None, settings),
+        _borrowed.use(cards if machine is None else None, settings),
         dry_runs.set_here(True),
         _as_one_of_many(where, joined),
     ):
@@ -84,27 +83,27 @@ def dry_run(
                 machine.leaves_cached(True)
 
 
-def _others_than(machine, cards: tuple, settings: hardware_settings.MachineSettings | None) -> bool:
+def _others_than(machine: Machine, cards: list[Spec], settings: MachineSettings | None) -> bool:
     """Does a dry run on these cards need GPUs of its own, beside those that are on?"""
     if session.machine() is None:  # they pass for real ones
         return True
     there = machine.settings.clock, machine.settings.host
-    return cards != tuple(machine.specs) or (settings is not None and (settings.clock, settings.host) != there)
+    return cards != machine.specs or (settings is not None and (settings.clock, settings.host) != there)
 
 
 class _Borrowed:
     """GPUs that are made for a dry run last as long as it does, and as those of other threads that use them, too."""
 
-    def __init__(self):
-        self.blocks, self.made, self.lock = 0, False, threading.RLock()
+    def __init__(self) -> None:
+        self.blocks, self.temporary, self.lock = 0, False, threading.RLock()
 
     @contextlib.contextmanager
-    def use(self, cards, settings: hardware_settings.MachineSettings) -> Iterator[None]:
+    def use(self, cards: list[Spec] | None, settings: MachineSettings) -> Iterator[None]:
         """In this block there are GPUs: those that are on, or of these cards where none are."""
         with self.lock:
             if cards is not None and current() is None:
                 turn_on(cards, settings=settings)
-                self.made = True
+                self.temporary = True
             self.blocks += 1
             session.meet()
         try:
@@ -112,8 +111,8 @@ class _Borrowed:
         finally:
             with self.lock:
                 self.blocks -= 1
-                if self.made and not self.blocks:
-                    self.made = False
+                if self.temporary and not self.blocks:
+                    self.temporary = False
                     reset()
 
 
@@ -130,9 +129,9 @@ def _as_one_of_many(where: topology.RankConfig | None, network: Network | None) 
         raise RuntimeError(
             "another thread has a dry run with world_size= or network=, which hold for the whole process: wait for its end"
         )
-    machine = current()
+    machine, played = current(), None
+    assert machine is not None
     before = machine.connect(network or machine.settings.network)
-    played = None
     try:
         played = None if where is None else topology.enter(machine, where)
         yield
@@ -140,8 +139,8 @@ def _as_one_of_many(where: topology.RankConfig | None, network: Network | None) 
         _many.release()
         if played is not None:
             topology.leave(machine, played)
-        if current() is not None:
-            current().connect(before)
+        if (still_on := current()) is not None:
+            still_on.connect(before)
 
 
 @contextlib.contextmanager
@@ -183,14 +182,15 @@ def other_process(leave: int | str, device: int = 0, container: bool = False) ->
     the host's, so that PyTorch does not find its own: its message says "Process N has ..." of this process too, and "this process"
     nowhere; real GPUs say what is. On real GPUs there is such a process; it ends with the block, or with this one.
     """
-    leave, machine = parse_size(leave), session.machine()
+    nbytes, machine = parse_size(leave), session.machine()
     if machine is not None:
-        with machine.gpus[device].leaving(leave, container):
+        with machine.gpus[device].leaving(nbytes, container):
             yield
         return
     with subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(device), str(leave)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", _HOLD, str(device), str(nbytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
+        assert child.stdin is not None and child.stdout is not None
         try:
             if not child.stdout.readline():
                 raise RuntimeError(f"the other process found no room on {torch.cuda.get_device_name(device)}")

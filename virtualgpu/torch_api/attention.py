@@ -50,7 +50,7 @@ def plain_attention(params: Params, scale: float | None) -> Tensor:
         lower = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
         bias = as_bias(lower, query.dtype)
     if grouped:
-        key, value = (_repeated(tensor, _repeats(query, tensor)) for tensor in (key, value))
+        key, value = (_repeated(tensor, _repeats(query, tensor) or 1) for tensor in (key, value))
     scores = torch.matmul(query, key.transpose(-2, -1) * root)
     if bias is not None:
         scores.add_(bias)

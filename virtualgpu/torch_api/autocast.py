@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -33,33 +34,29 @@ FLASH_ON_CPU = ("_scaled_dot_product_flash_attention_for_cpu",)
 
 # -- What CUDA's autocast does to the arguments of each operation, on tensors of virtual GPUs: the casts, their cache, the rules.
 #
-# A rule takes an operation's (args, kwargs), as the dispatcher hands them to a kernel in Python, and returns them cast.
+# A rule takes an operation and its (args, kwargs), as the dispatcher hands them to a kernel in Python, and returns these cast.
 # Source: aten/src/ATen/autocast_mode.h and .cpp, and cudnn/AutocastRNN.cpp.
 
 
-Rule = Callable[[tuple, dict], tuple[tuple, dict]]
+Rule = Callable[[Any, tuple, dict], tuple[tuple, dict]]
 
 # What autocast takes for a floating-point tensor; float64 it leaves alone
 CASTABLE = {kind for kind in vars(torch).values() if isinstance(kind, torch.dtype) and kind.is_floating_point}
 CASTABLE.remove(torch.float64)
 
-# The weight cache, shared by all threads as PyTorch's is: {identity of the weight: its cast}
-cache = SimpleNamespace(casts={})
-_rules_lock = threading.RLock()
+# The virtual GPUs that are on; and the weight cache, {identity of the weight: its cast}, shared by all threads as PyTorch's is
+_on = SimpleNamespace(machine=None, casts={})
+_lock = threading.RLock()
 
 
-def clear_cache() -> None:
-    """Empty the weight cache, for all threads."""
-    with _rules_lock:
-        cache.casts.clear()
-
-
-# -- casts
+def _clear_cache() -> None:
+    with _lock:
+        _on.casts.clear()
 
 
 def tensors_of(args, kwargs) -> list[torch.Tensor]:
     """The tensors among the arguments, and in lists and tuples among them."""
-    values = []
+    values: list = []
     for value in (*args, *kwargs.values()):
         values.extend(value if isinstance(value, (list, tuple)) else [value])
     return [value for value in values if isinstance(value, torch.Tensor)]
@@ -88,11 +85,11 @@ def _cast_once(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     made in no_grad(), as in PyTorch since 2.11; what inference_mode() makes could not be used elsewhere, and is not kept."""
     if not torch.is_autocast_cache_enabled() or torch.is_inference_mode_enabled():
         return _copy(weight, dtype)
-    with _rules_lock:
-        cast = cache.casts.get(_compat.address(weight))
+    with _lock:
+        cast = _on.casts.get(_compat.address(weight))
         if cast is None:
             with torch.enable_grad():  # so its graph keeps the weight, and no other tensor gets that identity meanwhile
-                cast = cache.casts[_compat.address(weight)] = _copy(weight, dtype)
+                cast = _on.casts[_compat.address(weight)] = _copy(weight, dtype)
     return cast
 
 
@@ -108,99 +105,76 @@ def _cast_all(args, kwargs, dtype: torch.dtype, cached: bool = True) -> tuple[tu
     return tuple([_cast(value, dtype, cached) for value in args]), kwargs
 
 
-# -- rules, each made for one operation
+def _lower(op, args, kwargs):
+    return _cast_all(args, kwargs, torch.get_autocast_dtype("cuda"))
 
 
-def _lower(op) -> Rule:
-    return lambda args, kwargs: _cast_all(args, kwargs, torch.get_autocast_dtype("cuda"))
+def _float32(op, args, kwargs):
+    return _cast_all(args, kwargs, torch.float32)
 
 
-def _float32(op) -> Rule:
-    return lambda args, kwargs: _cast_all(args, kwargs, torch.float32)
-
-
-def _float32_result(op) -> Rule:
-    index = [argument.name for argument in _compat.schema(op).arguments].index("dtype")
-
-    def rule(args, kwargs):
-        dtype = args[index] if index < len(args) else kwargs.get("dtype")
-        if dtype is not None or not _eligible(args[0]):
-            return args, kwargs
-        return args[:index], {**kwargs, "dtype": torch.float32}  # nothing in these schemas comes after dtype
-
-    return rule
-
-
-def _float32_appended(op) -> Rule:
-    defaults = [argument.default_value for argument in _compat.schema(op).arguments]
-
-    def rule(args, kwargs):
-        first = args[0]
-        result = torch.float32 if _eligible(first) else first.dtype
-        return (*args, *defaults[len(args) :]), {**kwargs, "dtype": result}  # the longer overload has no defaults
-
-    return rule
-
-
-def _promote(op) -> Rule:
-    def rule(args, kwargs):
-        kinds = {tensor.dtype for tensor in tensors_of(args, kwargs) if _eligible(tensor)}
-        if torch.float32 in kinds:
-            return _cast_all(args, kwargs, torch.float32)
-        if kinds - {torch.get_autocast_dtype("cuda")}:
-            raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")  # PyTorch's words
+def _float32_result(op, args, kwargs):
+    index = _position(op, "dtype")
+    dtype = args[index] if index < len(args) else kwargs.get("dtype")
+    if dtype is not None or not _eligible(args[0]):
         return args, kwargs
+    return args[:index], {**kwargs, "dtype": torch.float32}  # nothing in these schemas comes after dtype
 
-    return rule
+
+def _float32_appended(op, args, kwargs):
+    first, arguments = args[0], _compat.schema(op).arguments
+    result = torch.float32 if _eligible(first) else first.dtype
+    rest = [argument.default_value for argument in arguments[len(args) :]]  # the longer overload has no defaults
+    return (*args, *rest), {**kwargs, "dtype": result}
 
 
-def _recurrent(op) -> Rule:
+def _promote(op, args, kwargs):
+    kinds = {tensor.dtype for tensor in tensors_of(args, kwargs) if _eligible(tensor)}
+    if torch.float32 in kinds:
+        return _cast_all(args, kwargs, torch.float32)
+    if kinds - {torch.get_autocast_dtype("cuda")}:
+        raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")  # PyTorch's words
+    return args, kwargs
+
+
+def _recurrent(op, args, kwargs):
     """The layers of cuDNN: float16, whatever autocast's dtype. Where cuDNN does not run them, their cells have autocast's."""
-    order = [argument.name for argument in _compat.schema(op).arguments]
-    data = order.index("data" if "data" in order else "input")
-
-    def rule(args, kwargs):
-        first, dtype = args[data], torch.get_autocast_dtype("cuda")
-        gpu = gpu_of(first)
-        if gpu is None:
-            return args, kwargs
-        if on_cudnn(first.dtype, gpu):
-            dtype = torch.float16
-        # no cache: PyTorch writes the cast weights into one flat buffer, anew each time
-        return _cast_all(args, kwargs, dtype, cached=False)
-
-    return rule
+    first, dtype = args[_position(op, "data", "input")], torch.get_autocast_dtype("cuda")
+    gpu = gpu_of(first)
+    if gpu is None:
+        return args, kwargs
+    if on_cudnn(first.dtype, gpu):
+        dtype = torch.float16
+    # no cache: PyTorch writes the cast weights into one flat buffer, anew each time
+    return _cast_all(args, kwargs, dtype, cached=False)
 
 
-def _refuse(op) -> Rule:
+def _refuse(op, args, kwargs):
     """PyTorch's own kernel for CUDA does nothing but raise the error that says what to use instead."""
-
-    def rule(args, kwargs):
-        if any(map(_eligible, tensors_of(args, kwargs))):
-            op.redispatch(_compat.KeySet(_compat.DispatchKey.AutocastCUDA), *args, **kwargs)
-        return args, kwargs
-
-    return rule
+    if any(map(_eligible, tensors_of(args, kwargs))):
+        op.redispatch(_compat.KeySet(_compat.DispatchKey.AutocastCUDA), *args, **kwargs)
+    return args, kwargs
 
 
-def _unknown(op) -> Rule:
-    def rule(args, kwargs):
-        if any(map(_eligible, tensors_of(args, kwargs))):
-            raise NotImplementedError(
-                f"virtual GPUs do not know what autocast does to {op.name()} in this version of PyTorch; call it in "
-                'torch.autocast("cuda", enabled=False), with its arguments cast by hand'
-            )
-        return args, kwargs
-
-    return rule
+def _unknown(op, args, kwargs):
+    if any(map(_eligible, tensors_of(args, kwargs))):
+        raise NotImplementedError(
+            f"virtual GPUs do not know what autocast does to {op.name()} in this version of PyTorch; call it in "
+            'torch.autocast("cuda", enabled=False), with its arguments cast by hand'
+        )
+    return args, kwargs
 
 
-# -- which operation has which
+@functools.cache
+def _position(op, *names: str) -> int:
+    """Where the first of these arguments that the operation has stands."""
+    order = [argument.name for argument in _compat.schema(op).arguments]
+    return next(order.index(name) for name in names if name in order)
 
 
 @functools.cache
 def rules() -> dict[str, tuple]:
-    """{name: (operation, the one to run in its place, maker of its rule)}, for what this PyTorch casts on CUDA."""
+    """{name: (operation, the one to run in its place, its rule)}, for what this PyTorch casts on CUDA."""
     lists = {
         _lower: LOWER_PRECISION_FP,
         _float32: FP32,
@@ -214,10 +188,8 @@ def rules() -> dict[str, tuple]:
     for name in registered("AutocastCUDA") - set(CUDNN_RNN):
         target = operation(FP32_APPEND_DTYPE.get(name, name))
         table[name] = (operation(name), target, rule_of.get(name, _unknown))
-    for name in (*CUDNN_RNN, *RNN):
-        table[name] = (operation(name), operation(name), _recurrent)
-    for name in FLASH_ON_CPU:
-        table[name] = (operation(name), operation(name), _lower)
+    others = dict.fromkeys((*CUDNN_RNN, *RNN), _recurrent) | dict.fromkeys(FLASH_ON_CPU, _lower)
+    table |= {name: (operation(name), operation(name), rule) for name, rule in others.items()}
     return {name: row for name, row in table.items() if row[0] is not None}
 
 
@@ -254,8 +226,6 @@ ONLY_OURS = _compat.KeySet(OURS)
 BELOW = _compat.keys_below(OURS)
 SETTERS = ("set_autocast_enabled", "set_autocast_cpu_enabled")
 
-_on = SimpleNamespace(machine=None)  # the virtual GPUs that are on
-_lock = threading.Lock()
 _libraries: list[torch.library.Library] = []  # registrations last as long as these
 _registered: set[str] = set()  # operations that have a kernel, and "cuda", "cpu" when all of those have
 
@@ -263,17 +233,14 @@ _registered: set[str] = set()  # operations that have a kernel, and "cuda", "cpu
 def install(machine: Machine, patches: Patches) -> None:
     """Autocast for these virtual GPUs, until `patches` are put back."""
     patches.replace(_on, "machine", machine)
-    patches.replace(cache, "casts", {})
+    patches.replace(_on, "casts", {})
     for owner in (torch, _compat.C):
         for name in SETTERS:
             if hasattr(owner, name):  # the second is deprecated
                 patches.stand_in(owner, name, _followed, _follow)
-        patches.stand_in(owner, "clear_autocast_cache", _followed, clear_cache)
+        patches.stand_in(owner, "clear_autocast_cache", _followed, _clear_cache)
     patches.stand_in(torch.amp.GradScaler, "_maybe_opt_step", _maybe_step, machine)
     _follow()
-
-
-# -- PyTorch's flags, and our key
 
 
 def _followed(then: Callable[[], None], original, *args, **kwargs):
@@ -303,17 +270,9 @@ def cast(name: str, tensors: tuple) -> Iterator[tuple]:
     if not torch.is_autocast_enabled("cuda") or name not in rules():  # a version's lists may lack it
         yield tensors
         return
-    rule = _rule(name)
+    op, _, rule = rules()[name]
     with _compat.without_keys(ONLY_OURS):
-        yield rule(tensors, {})[0]
-
-
-@functools.cache
-def _rule(name: str) -> Rule:
-    return rules()[name][2](operation(name))
-
-
-# -- the kernels
+        yield rule(op, tensors, {})[0]
 
 
 def _register(cpu: bool) -> None:
@@ -327,7 +286,7 @@ def _register(cpu: bool) -> None:
                 _libraries[-1].fallback(torch.library.fallthrough_kernel, KEY)
             _libraries.append(torch.library.Library("aten", "IMPL"))
             for name, (op, target, rule) in rules().items():
-                _libraries[-1].impl(op, _kernel(target, rule(op)), KEY, with_keyset=True)
+                _libraries[-1].impl(op, _kernel(target, functools.partial(rule, op)), KEY, with_keyset=True)
                 _registered.add(name)
             _registered.add("cuda")
         if cpu and "cpu" not in _registered:
@@ -339,7 +298,7 @@ def _register(cpu: bool) -> None:
             _registered.add("cpu")
 
 
-def _kernel(op, rule: Rule | None):
+def _kernel(op, rule: Callable[[tuple, dict], tuple[tuple, dict]] | None):
     """What our key does for an operation. rule: None for those that only the CPU's autocast has in its lists."""
 
     def kernel(keyset, *args, **kwargs):
@@ -366,9 +325,6 @@ def _kernel(op, rule: Rule | None):
             return op.redispatch(keyset, *args, **kwargs)
 
     return kernel
-
-
-# -- the scaler of gradients
 
 
 def _maybe_step(machine: Machine, original, scaler, optimizer, state, *args, **kwargs):

@@ -17,11 +17,11 @@ from virtualgpu.torch_api.patches import Patches, standing_in
 # told: on the CPU.
 
 
-def install_constructors(machine: Machine, patches: Patches) -> None:
-    """Replace the three."""
+def _install_constructors(machine: Machine, patches: Patches) -> None:
     _compat.device_constructors()  # torch.set_default_device remembers PyTorch's own functions, not those here
-    for name, function in {"tensor": _tensor, "as_tensor": _as_tensor, "asarray": _asarray}.items():
-        patches.stand_in_builtin((torch,), name, function, machine)
+    patches.stand_in_builtin((torch,), "tensor", _tensor, machine)
+    patches.stand_in_builtin((torch,), "as_tensor", _as_tensor, machine)
+    patches.stand_in_builtin((torch,), "asarray", _asarray, machine)
 
 
 def is_on_gpu(machine: Machine, data) -> bool:
@@ -61,17 +61,12 @@ def _asarray(machine: Machine, original, obj, *, dtype=None, device=None, copy=N
     """Of a tensor: the same memory, where nothing asks for another."""
     if is_on_gpu(machine, obj):
         device = device if device is not None else _compat.default_device()
-        if device is not None and machine.gpu(device) is not gpu_of(obj):
-            if copy is False:
-                raise ValueError(f"can't alias tensor from device '{obj.device}' to '{torch.device(device)}'.")
-            obj, copy = obj.to(device), None
+        other_device = device is not None and machine.gpu(device) is not gpu_of(obj)
+        if copy is False and other_device:
+            raise ValueError(f"can't alias tensor from device '{obj.device}' to '{torch.device(device)}'.")
+        if other_device or (dtype is not None and dtype is not obj.dtype and copy is not False):
+            obj, dtype, copy = obj.to(device if other_device else obj.device, dtype or obj.dtype), None, None
         device = None
-        if dtype is not None and dtype is not obj.dtype:
-            if copy is False:
-                kinds = [LEGACY.get(kind, str(kind)).removesuffix("Tensor") for kind in (obj.dtype, dtype)]
-                raise ValueError(f"can't alias tensor with dtype '{kinds[0]}' into dtype '{kinds[1]}'.")
-            obj, copy = obj.to(dtype), None
-        dtype = None
     obj = _with_numbers(machine, obj)
     options = {"dtype": dtype, "copy": copy, "requires_grad": requires_grad}
     if machine.dry and isinstance(obj, torch.UntypedStorage):  # safetensors: a file's, which keeps its numbers
@@ -115,26 +110,25 @@ LIKE = ["empty_like", "full_like", "normal", "ones_like", "rand_like", "randint_
 METHODS = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"]
 
 
-def install_devices(machine: Machine, patches: Patches) -> None:
-    """Replace what asks C++ for the current GPU; on wheels without CUDA torch.device and what takes one, too."""
-    spelling = Spelling(machine)
+def _install_devices(machine: Machine, patches: Patches) -> None:
+    spelling = _Spelling(machine)
     for name, function in spelling.functions().items():
         builtin = _compat.builtin_name(getattr(torch, name))
         if builtin is not None:
             patches.undo(_compat.register_as_builtin(function, builtin))
         patches.replace(torch, name, function)
     patches.stand_in(_compat.DeviceContext, "__torch_function__", spelling.in_context)
-    patches.stand_in(_compat.NN, "_parse_to", parse_to)
+    patches.stand_in(_compat.NN, "_parse_to", _parse_to)
     if spelling.cuda_wheel:
         return
-    patches.stand_in(_compat.fake_tensor.FakeTensorConverter, "from_real_tensor", from_real_tensor)
+    patches.stand_in(_compat.fake_tensor.FakeTensorConverter, "from_real_tensor", _from_real_tensor)
     for owner, names in ((torch.fft, ("fftfreq", "rfftfreq")), (torch.Tensor, METHODS)):
         for name in names:
             patches.wrap(owner, name, spelling.spells)
     patches.replace(torch, "device", Device)
 
 
-class Spelling:
+class _Spelling:
     """What makes each function write the device that it is given as C++ understands it."""
 
     def __init__(self, machine: Machine):
@@ -160,7 +154,7 @@ class Spelling:
 
     def spelled(self, device):
         """A torch.device with an index for a number, and for "cuda"; what else it may be stays."""
-        device = numbered(device)
+        device = _numbered(device)
         if isinstance(device, str) and device.partition(":")[0] == "cuda":
             device = _compat.Device(device)
         plain = type(device) is not _compat.Device or device.type != "cuda" or device.index is not None
@@ -203,17 +197,17 @@ class Spelling:
         return run(context, self.copied.get(func, func), types, args, kwargs)
 
 
-def parse_to(original, *args, **kwargs):
+def _parse_to(original, *args, **kwargs):
     """What nn.Module.to(1) and nn.Module.to(tensor) are given."""
     other = args[0] if args else kwargs.pop("tensor", None)
     if isinstance(other, torch.Tensor):
         args = (other.device, other.dtype, *args[1:])
     if kwargs.get("device") is not None:
-        kwargs["device"] = numbered(kwargs["device"])
-    return original(*map(numbered, args[:1]), *args[1:], **kwargs)
+        kwargs["device"] = _numbered(kwargs["device"])
+    return original(*map(_numbered, args[:1]), *args[1:], **kwargs)
 
 
-def from_real_tensor(original, converter, mode, tensor, *args, **kwargs):
+def _from_real_tensor(original, converter, mode, tensor, *args, **kwargs):
     """Of a fake tensor that says cuda and wants gradients, autograd's C++ asks a stream, and ends the process where it finds no CUDA."""
     if tensor.requires_grad and tensor.is_cuda:
         raise NotImplementedError(
@@ -223,7 +217,7 @@ def from_real_tensor(original, converter, mode, tensor, *args, **kwargs):
     return original(converter, mode, tensor, *args, **kwargs)
 
 
-def numbered(device):
+def _numbered(device):
     """cuda:1 for 1; anything else as it is."""
     if isinstance(device, (str, bool, torch.Tensor, _compat.Device, torch.dtype)) or not hasattr(device, "__index__"):
         return device
@@ -239,7 +233,7 @@ class _Kind(type):
 
     def __call__(cls, *args, **kwargs):
         if len(args) + len(kwargs) == 1 and "type" not in kwargs:
-            return _compat.Device(numbered(*args, **kwargs))
+            return _compat.Device(_numbered(*args, **kwargs))
         return _compat.Device(*args, **kwargs)
 
 
@@ -249,15 +243,14 @@ Device = _Kind("device", (), {"__module__": "torch", "__doc__": _compat.Device._
 # -- torch.cuda.FloatTensor and its kind: constructors, and the types that isinstance asks for.
 
 
-def install_legacy(machine: Machine, patches: Patches) -> None:
-    """Add the types of torch.cuda; replace those of torch, and set_default_tensor_type."""
+def _install_legacy(machine: Machine, patches: Patches) -> None:
     plain_types = {}
     for dtype, name in LEGACY.items():
         plain = plain_types[f"torch.{name}"] = getattr(torch, name)
         shared = {"machine": machine, "plain": plain, "dtype": dtype}
-        patches.add(torch.cuda, name, OnGPU(name, (), shared | {"__module__": "torch.cuda", "is_cuda": True}))
+        patches.add(torch.cuda, name, _OnGPU(name, (), shared | {"__module__": "torch.cuda", "is_cuda": True}))
         on_cpu = {"__module__": "torch", "is_cuda": False, "layout": torch.strided}
-        patches.replace(torch, name, OnCPU(name, (), shared | on_cpu))
+        patches.replace(torch, name, _OnCPU(name, (), shared | on_cpu))
     patches.stand_in(torch, "set_default_tensor_type", _set_default, plain_types)
 
 
@@ -273,7 +266,15 @@ def _set_default(plain_types: dict[str, type], original, t) -> None:
     torch.set_default_device("cuda")
 
 
-class OnCPU(type):
+class _Legacy(type):
+    """The class of such a type, which is of tensors of one dtype. plain: PyTorch's own on the CPU."""
+
+    machine: Machine
+    plain: type
+    dtype: torch.dtype
+
+
+class _OnCPU(_Legacy):
     """torch.FloatTensor itself takes every tensor here for its own, and none that has no values (torchvision's ToTensor asks it)."""
 
     def __instancecheck__(cls, instance) -> bool:
@@ -282,11 +283,10 @@ class OnCPU(type):
         return isinstance(instance, cls.plain) and gpu_of(instance) is None
 
     def __call__(cls, *args, **kwargs):
-        """As PyTorch's."""
         return cls.plain(*args, **kwargs)
 
 
-class OnGPU(type):
+class _OnGPU(_Legacy):
     """torch.cuda.FloatTensor."""
 
     def __instancecheck__(cls, instance) -> bool:
@@ -294,7 +294,7 @@ class OnGPU(type):
 
     def __call__(cls, *args, device=None):
         """FloatTensor(2, 3): of that size, uninitialized; FloatTensor([1, 2]): of those values."""
-        gpu = cls.machine.gpu("cuda" if device is None else device)
+        gpu = cls.machine.expect_gpu("cuda" if device is None else device)
         with cls.machine.untracked():
             out = cls.plain(*args)
         return out.to(gpu.device)
@@ -302,6 +302,6 @@ class OnGPU(type):
 
 def install(machine: Machine, patches: Patches) -> None:
     """All of this file's stand-ins."""
-    install_constructors(machine, patches)
-    install_devices(machine, patches)
-    install_legacy(machine, patches)
+    _install_constructors(machine, patches)
+    _install_devices(machine, patches)
+    _install_legacy(machine, patches)

@@ -17,21 +17,33 @@ from virtualgpu.torch_api.patches import Patches, standing_in
 # -- cuBLAS's handles and workspaces: the C functions below torch.backends.cuda and torch.cuda.current_blas_handle.
 
 
-def install_blas(machine: Machine, patches: Patches) -> None:
-    """Answer them; those that set a size are there from PyTorch 2.13 on."""
-    blas, workspaces = Blas(machine), machine.workspaces
+def _install_blas(machine: Machine, patches: Patches) -> None:
+    workspaces = machine.workspaces
+
+    def handle() -> int:
+        """No handle, as there is no cuBLAS. Where handles keep their workspaces, whoever asks for one takes its workspace."""
+        gpu = machine.expect_gpu()
+        if workspaces.keeps and gpu.memory.context:
+            workspaces.keep(gpu)
+        return 0
+
+    def prefer(library) -> None:
+        """torch.backends.cuda.preferred_blas_library: cuBLAS or cuBLASLt."""
+        _compat.prefer_blas(library)
+        workspaces.prefer(_compat.preferred_blas())
+
     answers: dict[str, Callable] = {
-        "_set_blas_preferred_backend": blas.prefer,
-        "_cuda_getCurrentBlasHandle": blas.handle,
+        "_set_blas_preferred_backend": prefer,
+        "_cuda_getCurrentBlasHandle": handle,
         "_cuda_clearCublasWorkspaces": lambda: workspaces.clear(machine.gpus),
     }
-    if _compat.SETS_WORKSPACES:
+    if _compat.SETS_WORKSPACES:  # from PyTorch 2.13 on
         answers |= {
-            "_cuda_getCublasWorkspaceSize": lambda: workspaces.size(machine.gpu(None)),
-            "_cuda_setCublasWorkspaceSize": lambda nbytes: workspaces.set_size(checked_size("cublas", nbytes)),
+            "_cuda_getCublasWorkspaceSize": lambda: workspaces.size(machine.expect_gpu()),
+            "_cuda_setCublasWorkspaceSize": lambda nbytes: workspaces.set_size(_checked_size("cublas", nbytes)),
             "_cuda_resetCublasWorkspaceSize": lambda: workspaces.set_size(None),
-            "_cuda_getCublasLtWorkspaceSize": lambda: workspaces.lt_size(machine.gpu(None)),
-            "_cuda_setCublasLtWorkspaceSize": lambda nbytes: workspaces.set_lt_size(checked_size("cublaslt", nbytes)),
+            "_cuda_getCublasLtWorkspaceSize": lambda: workspaces.lt_size(machine.expect_gpu()),
+            "_cuda_setCublasLtWorkspaceSize": lambda nbytes: workspaces.set_lt_size(_checked_size("cublaslt", nbytes)),
             "_cuda_resetCublasLtWorkspaceSize": lambda: workspaces.set_lt_size(None),
             "_cuda_getCurrentSolverHandle": lambda: 0,
         }
@@ -39,27 +51,7 @@ def install_blas(machine: Machine, patches: Patches) -> None:
         patches.add(_compat.C, name, answer)
 
 
-class Blas:
-    """What has to do with the handles of cuBLAS."""
-
-    def __init__(self, machine: Machine):
-        self.machine, self.workspaces = machine, machine.workspaces
-
-    def handle(self) -> int:
-        """No handle, as there is no cuBLAS. Where handles keep their workspaces, whoever asks for one takes its workspace."""
-        gpu = self.machine.gpu(None)
-        if self.workspaces.keeps and gpu.memory.context:
-            self.workspaces.keep(gpu)
-        return 0
-
-    def prefer(self, library) -> None:
-        """torch.backends.cuda.preferred_blas_library: cuBLAS or cuBLASLt."""
-        _compat.prefer_blas(library)
-        self.workspaces.prefer(_compat.preferred_blas())
-
-
-def checked_size(library: str, nbytes: int) -> int:
-    """The size of a workspace. Raises RuntimeError for what is none."""
+def _checked_size(library: str, nbytes: int) -> int:
     if not isinstance(nbytes, int):
         raise RuntimeError(f"set {library} workspace size expects an int, but got {type(nbytes).__name__}")
     if nbytes < 0:
@@ -77,11 +69,11 @@ def checked_size(library: str, nbytes: int) -> int:
 CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "13.0", 91900, (2, 28, 9)
 
 
-def install_cuda(machine: Machine, patches: Patches) -> None:
-    """Answer the driver's functions of torch._C and torch.cuda."""
+def _install_driver(machine: Machine, patches: Patches) -> None:
     driver, cuda = Driver(machine), torch.cuda
-    for name, answer in driver.functions().items():
-        patches.add(_compat.C, name, answer)
+    for names, answer in driver.answers().items():
+        for name in names.split():
+            patches.add(_compat.C, name, answer)
     for name in ("_exchange_device", "_maybe_exchange_device"):  # torch.cuda bound C's when it was imported
         patches.replace(cuda, name, driver.exchange_device)
     cudart, nvtx = Cudart(driver), _Nvtx()
@@ -97,7 +89,7 @@ def install_cuda(machine: Machine, patches: Patches) -> None:
     patches.set(cuda, "_cached_device_count", None)
     patches.replace_everywhere(cuda, "is_available", lambda: bool(machine.look()))
     patches.replace_everywhere(cuda, "device_count", lambda: len(machine.look()))
-    patches.add(cuda, "_get_device_properties", driver.properties)
+    patches.add(cuda, "_get_device_properties", lambda device: DeviceProperties(machine.expect_gpu(device)))
     patches.replace(cuda, "is_bf16_supported", driver.is_bf16_supported)
     patches.replace(cuda, "get_arch_list", driver.arch_list)
     patches.replace(torch.backends.cuda, "is_built", lambda: True)
@@ -134,47 +126,33 @@ class Driver:
         self.machine, self.clock, self.local = machine, machine.clock, machine.local
         self.sync_debug_mode = 0
 
-    def functions(self) -> dict[str, Callable]:
-        """{the name in torch._C: what answers}."""
+    def answers(self) -> dict[str, Callable]:
+        """{names in torch._C: what answers}."""
         return {
-            "_cuda_getDeviceCount": lambda: len(self.machine.look()),
-            "_cuda_init": lambda: None,
-            "_cuda_isInBadFork": lambda: self.machine.forked,
-            "_cuda_getDevice": lambda: self.local.current,
-            "_cuda_setDevice": self.set_device,
-            "_cuda_exchangeDevice": self.exchange_device,
-            "_cuda_maybeExchangeDevice": self.exchange_device,
-            "_cuda_hasPrimaryContext": lambda device: self.machine.initialized,
+            "_cuda_getDeviceCount _accelerator_hooks_device_count": lambda: len(self.machine.look()),
+            "_cuda_getDevice _accelerator_getDeviceIndex _accelerator_hooks_get_current_device": lambda: (
+                self.local.current
+            ),
+            "_cuda_setDevice _accelerator_setDeviceIndex _accelerator_hooks_set_current_device": self.set_device,
+            """_cuda_exchangeDevice _accelerator_exchangeDevice _accelerator_hooks_exchange_device
+            _cuda_maybeExchangeDevice _accelerator_maybeExchangeDevice _accelerator_hooks_maybe_exchange_device""": (
+                self.exchange_device
+            ),
+            "_get_accelerator _accelerator_getAccelerator": lambda check=None: torch.device("cuda"),
+            "_accelerator_getDeviceCapability": self.capability,
+            "_accelerator_synchronizeDevice": lambda device: self.clock.wait(self.machine.expect_gpu(device).index),
             "_cuda_synchronize": lambda: self.clock.wait(self.local.current),
+            "_cuda_init _cuda_ipc_collect": lambda: None,
+            "_cuda_isInBadFork": lambda: self.machine.forked,
+            "_cuda_hasPrimaryContext": lambda device: self.machine.initialized,
             "_cuda_canDeviceAccessPeer": self.can_access_peer,
             "_cuda_getArchFlags": lambda: " ".join(self.arch_list()),
             "_cuda_sleep": self.sleep,
             "_cuda_get_sync_debug_mode": lambda: self.sync_debug_mode,
             "_cuda_set_sync_debug_mode": self.set_sync_debug_mode,
-            "_cuda_ipc_collect": lambda: None,
             "_cuda_isCurrentStreamCapturing": lambda: False,
             "_is_cudnn_attention_decode_disabled": self.cudnn_cannot_decode,
-            "_get_accelerator": lambda check=None: torch.device("cuda"),
-            "_accelerator_getAccelerator": lambda: torch.device("cuda"),
-            "_accelerator_getDeviceIndex": lambda: self.local.current,
-            "_accelerator_setDeviceIndex": self.set_device,
-            "_accelerator_exchangeDevice": self.exchange_device,
-            "_accelerator_maybeExchangeDevice": self.exchange_device,
-            "_accelerator_synchronizeDevice": lambda device: self.clock.wait(self.gpu(device).index),
-            "_accelerator_getDeviceCapability": self.capability,
-            "_accelerator_hooks_device_count": lambda: len(self.machine.look()),
-            "_accelerator_hooks_get_current_device": lambda: self.local.current,
-            "_accelerator_hooks_set_current_device": self.set_device,
-            "_accelerator_hooks_exchange_device": self.exchange_device,
-            "_accelerator_hooks_maybe_exchange_device": self.exchange_device,
         }
-
-    def gpu(self, device=None) -> GPU:
-        """The GPU of a device. Raises ValueError for the CPU, and PyTorch's error for one that is not there."""
-        gpu = self.machine.gpu(device)
-        if gpu is None:
-            raise ValueError(f"Expected a cuda device, but got: {device}")
-        return gpu
 
     def lazy_init(self) -> None:
         """PyTorch's own asks the driver; here the generators are made, and what waited for them is called."""
@@ -192,7 +170,7 @@ class Driver:
 
     def set_device(self, device: int) -> None:
         """torch.cuda.set_device: the current GPU of this thread."""
-        self.local.use_device(self.gpu(int(device)).index)
+        self.local.use_device(self.machine.expect_gpu(int(device)).index)
 
     def exchange_device(self, device: int) -> int:
         """Make it current; returns the index of the one before. A negative one changes nothing, and returns -1."""
@@ -205,7 +183,7 @@ class Driver:
 
     def can_access_peer(self, device: int, peer: int) -> bool:
         """torch.cuda.can_device_access_peer: where both cards' `peer_access` allow it. False for a GPU and itself."""
-        one, other = self.gpu(device), self.gpu(peer)
+        one, other = self.machine.expect_gpu(device), self.machine.expect_gpu(peer)
         return one is not other and one.spec.peer_access and other.spec.peer_access
 
     def arch_list(self) -> list[str]:
@@ -214,7 +192,7 @@ class Driver:
 
     def sleep(self, cycles: int) -> None:
         """A kernel of one thread, which does nothing for so many cycles."""
-        gpu = self.gpu()
+        gpu = self.machine.expect_gpu()
         with self.clock.ours():
             self.clock.spin(gpu.index, gpu.kernels.took(cycles), "sleep")
 
@@ -233,22 +211,19 @@ class Driver:
         """torch.cuda.is_bf16_supported: True, since cards emulate it; without that, from capability 8.0 on. False without a GPU."""
         if not self.machine.look():
             return False
-        return including_emulation or self.gpu().spec.capability >= (8, 0)
+        return including_emulation or self.machine.expect_gpu().spec.capability >= (8, 0)
 
     def capability(self, device: int) -> dict:
         """torch.accelerator.get_device_capability: all types, as PyTorch says of every card."""
-        self.gpu(device)
+        self.machine.expect_gpu(device)
         return {"supported_dtypes": {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}}
 
     def cudnn_cannot_decode(self) -> bool:
         """Attention of one query by cuDNN: PyTorch leaves it out on Blackwell for these versions of cuDNN (its MHA.cpp)."""
         version = torch.backends.cudnn.version() or 0
-        return self.gpu().spec.capability[0] in (10, 11) and 91900 <= version <= 92500 and version != 92401
-
-    def properties(self, device) -> "DeviceProperties":
-        """torch.cuda.get_device_properties. Raises ValueError for the CPU."""
-        gpu = self.gpu(device)
-        return DeviceProperties(gpu)
+        return (
+            self.machine.expect_gpu().spec.capability[0] in (10, 11) and 91900 <= version <= 92500 and version != 92401
+        )
 
 
 class DeviceProperties:
@@ -264,7 +239,7 @@ class DeviceProperties:
         self.warp_size = 32
         self.uuid = gpu.uuid
         self.pci_domain_id, self.pci_bus_id, self.pci_device_id = 0, gpu.physical + 1, 0
-        for name in CARD:
+        for name in CARD.split():
             value = getattr(spec, name, None)
             if value is not None:
                 setattr(self, name, value)
@@ -272,7 +247,7 @@ class DeviceProperties:
     def __eq__(self, other) -> bool:
         return isinstance(other, DeviceProperties) and vars(other) == vars(self)
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return (
@@ -284,18 +259,9 @@ class DeviceProperties:
         raise AttributeError(f"{self.name}, virtual, does not say its {name!r}: give it in a Spec of your own")
 
 
-CARD = (
-    "L2_cache_size",
-    "clock_rate",
-    "max_threads_per_multi_processor",
-    "memory_bus_width",
-    "memory_clock_rate",
-    "regs_per_multiprocessor",
-    "shared_memory_per_block",
-    "shared_memory_per_block_optin",
-    "shared_memory_per_multiprocessor",
-    "max_threads_per_block",
-)
+CARD = """
+    L2_cache_size clock_rate max_threads_per_multi_processor memory_bus_width memory_clock_rate regs_per_multiprocessor
+    shared_memory_per_block shared_memory_per_block_optin shared_memory_per_multiprocessor max_threads_per_block"""
 
 
 class Cudart:
@@ -309,7 +275,7 @@ class Cudart:
 
     def cudaMemGetInfo(self, device=None) -> tuple[int, int]:
         """Bytes that are free, and all of the GPU's. Raises CUDA's error after a kernel's assert."""
-        gpu = self.driver.gpu(device)
+        gpu = self.driver.machine.expect_gpu(device)
         self.driver.clock.check(gpu.index)
         memory = gpu.settled()
         return memory.free_on_gpu, memory.capacity
@@ -349,11 +315,10 @@ class _Nvtx:
 # with a device of its own. A process that never wants them back hides them from C++ as well (`_compat.hide_real_gpus`).
 
 
-def install_beside_real(machine: Machine, patches: Patches) -> None:
-    """Replace what events of before do with streams, what makes a fake tensor, and what tells CuPy, Numba and their kind an address."""
+def _install_beside_real(machine: Machine, patches: Patches) -> None:
     if not machine.real_gpus:
         return
-    for name in ("record", "wait"):
+    for name in ("record", "wait"):  # of events of before
         patches.replace(torch.cuda.Event, name, _refuse_event)
     patches.wrap(torch.Tensor, "__cuda_array_interface__", _array_interface)
     kind = _compat.fake_tensor.FakeTensor
@@ -391,6 +356,6 @@ def _fake_tensor(real_gpus: int, original, cls, *args, **kwargs):
 
 def install(machine: Machine, patches: Patches) -> None:
     """All of this file's stand-ins. Before `streams`, whose events are not those of before."""
-    install_beside_real(machine, patches)
-    install_blas(machine, patches)
-    install_cuda(machine, patches)
+    _install_beside_real(machine, patches)
+    _install_blas(machine, patches)
+    _install_driver(machine, patches)

@@ -24,7 +24,7 @@ from virtualgpu.torch_api.patches import Patches, standing_in
 def install(machine: Machine, patches: Patches) -> None:
     """Add the C functions behind torch.cuda.comm."""
     comm = Comm(machine)
-    for name in ("broadcast", "broadcast_out", "broadcast_coalesced", "scatter", "scatter_out", "gather", "gather_out"):
+    for name in ("broadcast", "broadcast_coalesced", "scatter", "gather"):
         patches.add(_compat.C, f"_{name}", getattr(comm, name))
     patches.add(_compat.C, "_nccl_reduce", comm.reduce)
     Broadcast = _compat.parallel_functions.Broadcast
@@ -66,21 +66,6 @@ class Comm:
                 self.machine.place(gradient, self.machine.gpus[ctx.target_gpus[index // ctx.num_inputs]])
         return original(ctx, *gradients)
 
-    def broadcast_out(self, tensor, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Into tensors that are there."""
-        _check_on_gpus(out, "output", "output tensor")
-        for index, target in enumerate(out):
-            if target.shape != tensor.shape:
-                raise RuntimeError(
-                    f"Expected all output tensors to have same shape as the source tensor {list(tensor.shape)}, but output tensor at "
-                    f"index {index} has shape {list(target.shape)}"
-                )
-        by_nccl = nccl.is_available([tensor, *out])
-        with _broadcasting(self.machine, tensor, [target.device for target in out] if by_nccl else []):
-            for target in out:
-                target.copy_(tensor, non_blocking=True)
-        return list(out)
-
     def reduce(self, inputs, output, root: int, op: int, streams, comms) -> None:
         """torch.cuda.nccl.reduce. Raises NotImplementedError for another operation than a sum, for streams and communicators."""
         if op or streams or comms:
@@ -120,9 +105,8 @@ class Comm:
             for column, copy in zip(columns[1:], copies, strict=True):
                 views = [copy] if len(parts) == 1 else copy.split([part.numel() for part in parts])
                 for index, part, view in zip(chunk, parts, views, strict=True):
-                    column[index] = (
-                        view.view(part.shape).data if len(parts) > 1 else view
-                    )  # data: a version counter each
+                    # data: a version counter each
+                    column[index] = view.view(part.shape).data if len(parts) > 1 else view
         return columns
 
     def scatter(self, tensor, devices: Sequence[int], chunk_sizes=None, dim: int = 0, streams=None) -> tuple:
@@ -141,27 +125,6 @@ class Comm:
                 copies.append(piece.to(self._device(devices[index]), non_blocking=True, copy=False))
         return tuple(copies)
 
-    def scatter_out(self, tensor, out: Sequence[torch.Tensor], dim: int = 0, streams=None) -> tuple:
-        """Into tensors that are there."""
-        if not out:
-            raise RuntimeError("Expected at least one output tensor to scatter to")
-        _check_on_gpus(out, "output", "output tensor")
-        positive = dim % tensor.dim()
-        for index, target in enumerate(out):
-            if target.dim() != tensor.dim() or _others(target, positive) != _others(tensor, positive):
-                raise RuntimeError(
-                    f"Output tensor at index {index} has incorrect shape: {list(target.shape)}, where only dimension {dim} may differ from "
-                    f"{list(tensor.shape)}"
-                )
-        sizes = [target.shape[dim] for target in out]
-        if sum(sizes) != tensor.shape[dim]:
-            raise RuntimeError(
-                f"Total size for output tensors along scatter dim {positive} does not match the input's {tensor.shape[dim]}"
-            )
-        for target, piece in zip(out, tensor.split(sizes, dim), strict=True):
-            target.copy_(piece, non_blocking=True)
-        return tuple(out)
-
     def gather(self, tensors, dim: int, destination: int | None = None) -> torch.Tensor:
         """One tensor of all; destination -1: on the CPU."""
         if not tensors:
@@ -169,8 +132,11 @@ class Comm:
         target = torch.device("cpu") if destination == -1 else self._device(destination)
         first, size = tensors[0], list(tensors[0].shape)
         dim %= first.dim()
-        _check_on_gpus(tensors, "input", "tensor")
         for index, tensor in enumerate(tensors):
+            if not tensor.is_cuda:
+                raise RuntimeError(
+                    f"Expected all input tensors to be CUDA tensors, but tensor at index {index} has device '{tensor.device}'"
+                )
             if tensor.dim() != len(size):
                 raise RuntimeError(
                     f"Expected all input tensors to have the same number of dimensions, but input {index} has {tensor.dim()} "
@@ -180,28 +146,15 @@ class Comm:
                 raise RuntimeError(
                     f"Input tensor at index {index} has invalid shape {list(tensor.shape)}, but expected {size}"
                 )
-        size[dim] = sum(tensor.shape[dim] for tensor in tensors)
+        sizes = [tensor.shape[dim] for tensor in tensors]
+        size[dim] = sum(sizes)
         last = first.dim() == 4 and all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
         layout = torch.channels_last if last else torch.contiguous_format
-        return self.gather_out(tensors, torch.empty(size, dtype=first.dtype, device=target, memory_format=layout), dim)
-
-    def gather_out(self, tensors, out, dim: int) -> torch.Tensor:
-        """Into a tensor that is there."""
-        sizes = [tensor.shape[dim] for tensor in tensors]
-        if out.shape[dim] != sum(sizes):
-            raise RuntimeError(f"Expected out tensor to have {sum(sizes)} at dim {dim}, but got {out.shape[dim]}")
+        out = torch.empty(size, dtype=first.dtype, device=target, memory_format=layout)
         with torch.no_grad():
             for tensor, part in zip(tensors, out.split(sizes, dim), strict=True):
                 part.copy_(tensor, non_blocking=True)
         return out
-
-
-def _check_on_gpus(tensors, kind: str, one: str) -> None:
-    for index, tensor in enumerate(tensors):
-        if not tensor.is_cuda:
-            raise RuntimeError(
-                f"Expected all {kind} tensors to be CUDA tensors, but {one} at index {index} has device '{tensor.device}'"
-            )
 
 
 def _others(tensor: torch.Tensor, dim: int) -> list[int]:
@@ -232,7 +185,8 @@ def _book(machine: Machine, kind: str, nbytes: int, devices: list[torch.device])
 
 def _chunks(tensors, limit: int) -> list[list[int]]:
     """Indices of tensors of one type, in order, as many together as `limit` bytes hold."""
-    chunks, full = {}, []
+    chunks: dict[tuple, tuple[list[int], int]] = {}
+    full = []
     for index, tensor in enumerate(tensors):
         size, kind = tensor.numel() * tensor.element_size(), (tensor.dtype, tensor.is_sparse)
         chunk, filled = chunks.get(kind, ([], 0))

@@ -16,8 +16,8 @@ from virtualgpu.engine.dry_run import put_on_meta
 from virtualgpu.engine.machine import Machine, dry_runs
 from virtualgpu.engine.storage import ALLOCATION, gpu_of
 from virtualgpu.engine.values import is_stale
+from virtualgpu.torch_api.moves import meta_storage
 from virtualgpu.torch_api.patches import Patches, standing_in, when_imported
-from virtualgpu.torch_api.storage import meta_storage
 
 # -- Files that a dry run did not write, having no values: a checkpoint is written beside the old one and then renamed, linked or copied.
 #
@@ -93,7 +93,7 @@ def install(machine: Machine, patches: Patches) -> None:
     for kind in (torch.jit.RecursiveScriptModule, torch.jit.ScriptModule):  # scripted and traced ones
         for name in ("save", "save_to_buffer"):
             patches.stand_in(kind, name, _save_scripted)
-    files = Files(machine)
+    files = _Files(machine)
     package = (0, files.tag, files.restore)  # before PyTorch's own, which have 10 and more
     patches.undo(lambda: package in _compat.saving and _compat.saving.remove(package))
     torch.serialization.register_package(*package)
@@ -109,7 +109,7 @@ def _save_scripted(original, module, *args, **kwargs):
     return original(module, *args, **kwargs)
 
 
-class Files:
+class _Files:
     """What PyTorch asks about a storage that it writes or has read."""
 
     def __init__(self, machine: Machine):
@@ -164,11 +164,11 @@ def _save(machine: Machine, unwritten: Unwritten, original, obj, f, *args, **kwa
         try:
             original(obj, held, *args, **kwargs)
         except NoValues:
-            file = f if isinstance(f, (str, os.PathLike)) else _opened(f)
-            if not machine.dry or file is None:
+            path = f if isinstance(f, (str, os.PathLike)) else _opened(f)
+            if not machine.dry or path is None:
                 raise
             _charge_copies(machine, obj)
-            return unwritten.warn(file, stacklevel=3, is_open=file is not f)
+            return unwritten.warn(path, stacklevel=3, is_open=path is not f)
         held.seek(0)
         with open(f, "wb") if isinstance(f, (str, os.PathLike)) else contextlib.nullcontext(f) as file:
             shutil.copyfileobj(held, file)
@@ -224,9 +224,7 @@ def _save_file(machine: Machine, unwritten: Unwritten, original, tensors, filena
     if not machine.dry or not isinstance(tensors, dict):
         return original(tensors, filename, *args, **kwargs)
     held = {name: tensor.cpu() if isinstance(tensor, torch.Tensor) else tensor for name, tensor in tensors.items()}
-    if any(
-        isinstance(tensor, torch.Tensor) and _made_dry(tensor.untyped_storage(), machine) for tensor in held.values()
-    ):
+    if any(_made_dry(tensor.untyped_storage(), machine) for tensor in _tensors_in(held)):
         return unwritten.warn(filename, stacklevel=3)
     return original(held, filename, *args, **kwargs)
 

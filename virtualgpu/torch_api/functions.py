@@ -22,18 +22,16 @@ from virtualgpu.torch_api.patches import Patches, standing_in
 
 def install(machine: Machine, patches: Patches) -> None:
     """All of this file's stand-ins."""
-    install_functions(machine, patches)
-    install_fft(machine, patches)
-    install_recurrent(machine, patches)
+    _install_functions(machine, patches)
+    _install_fft(machine, patches)
+    _install_recurrent(machine, patches)
 
 
 # -- Those that ask before they come to the dispatch mode, or in which C++ writes numbers of its own, for which a dry run has no memory;
 # and dropout and RMS norm, which are one kernel on a GPU.
 
 
-def install_functions(machine: Machine, patches: Patches) -> None:
-    """Replace ctc_loss, one_hot, cov, corrcoef, sparse_coo_tensor, linearize, what is behind pad_packed_sequence and SyncBatchNorm, DLPack's
-    capsules, what groups tensors by device for foreach operations, dropout and rms_norm."""
+def _install_functions(machine: Machine, patches: Patches) -> None:
     patches.stand_in_builtin((torch, _compat.VF), "dropout", _dropout, machine)
     patches.stand_in_builtin((torch,), "rms_norm", _rms_norm, machine)
     patches.stand_in_builtin((torch,), "ctc_loss", _ctc_loss, machine)
@@ -46,7 +44,7 @@ def install_functions(machine: Machine, patches: Patches) -> None:
     patches.stand_in(_compat.VF, "_pad_packed_sequence", _pad_packed_sequence, machine)
     batch_norm = _compat.SyncBatchNormFunction
     patches.replace(batch_norm, "forward", staticmethod(standing_in(batch_norm.forward, _sync_batch_norm, machine)))
-    patches.replace(_compat.C, "_group_tensors_by_device_and_dtype", group_by_device)
+    patches.replace(_compat.C, "_group_tensors_by_device_and_dtype", _group_by_device)
     for owner, name in (
         (_compat.C, "_to_dlpack"),
         (_compat.C, "_to_dlpack_versioned"),
@@ -62,14 +60,14 @@ def install_functions(machine: Machine, patches: Patches) -> None:
 
 def _make_grads(original, outputs, gradients, *args, **kwargs):
     """What backward and grad start from: a gradient lies where its tensor does (validate_outputs in torch/csrc/autograd/engine.cpp)."""
-    made = original(outputs, gradients, *args, **kwargs)
+    started = original(outputs, gradients, *args, **kwargs)
     for index, (out, gradient) in enumerate(zip(outputs, gradients, strict=False)):
         plain = type(out) is type(gradient) is torch.Tensor
         if plain and gradient.dim() and out.device != gradient.device:
             raise RuntimeError(
                 f"invalid gradient at index {index} - expected device {out.device} but got {gradient.device}"
             )
-    return made
+    return started
 
 
 def _ctc_loss(machine: Machine, original, log_probs, targets, input_lengths, target_lengths, *args, **kwargs):
@@ -128,7 +126,7 @@ def _pad_packed_sequence(machine: Machine, original, *args):
         return original(*args)
 
 
-def group_by_device(lists, with_indices=False):
+def _group_by_device(lists, with_indices=False):
     """What torch.optim asks before it calls foreach operations: {(device, dtype): (lists, indices)}, by each first tensor.
 
     Raises RuntimeError for a state that is elsewhere than its parameter (aten/src/ATen/native/ForeachUtils.h)."""
@@ -232,8 +230,7 @@ OF_TWO = tuple(f"{name}2" for name in OF_ONE)
 OF_ALL = tuple(f"{name}n" for name in OF_ONE)
 
 
-def install_fft(machine: Machine, patches: Patches) -> None:
-    """Replace the transforms of torch.fft."""
+def _install_fft(machine: Machine, patches: Patches) -> None:
     for name in (*OF_ONE, *OF_TWO, *OF_ALL):
         value = standing_in(getattr(torch.fft, name), _transform, machine, name)
         patches.undo(_compat.register_as_builtin(value, f"aten::fft_{name}"))
@@ -256,9 +253,8 @@ def _sizes(name: str, input, size=None, dim=None, norm=None, *, n=None, s=None, 
         size, dims = None if size is None else [size], [-1 if dim is None else dim]
     else:
         size = s if size is None else size
-        dims = list(dim) if dim is not None else [-2, -1] if name in OF_TWO else None
-        if dims is None:
-            dims = list(range(input.dim())) if size is None else list(range(-len(size), 0))
+        count = 2 if name in OF_TWO else input.dim() if size is None else len(size)
+        dims = list(dim) if dim is not None else list(range(-count, 0))
     sizes = [input.shape[axis] for axis in dims] if size is None else list(size)
     if size is None and name.startswith(("irfft", "hfft")):
         sizes[-1] = 2 * (sizes[-1] - 1)  # of which a half is given
@@ -277,8 +273,7 @@ CELLS = {
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def install_recurrent(machine: Machine, patches: Patches) -> None:
-    """Replace torch.lstm, gru, rnn_tanh and rnn_relu, and what flatten_parameters asks."""
+def _install_recurrent(machine: Machine, patches: Patches) -> None:
     patches.replace(cudnn, "is_acceptable", _is_acceptable)
     patches.replace(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
     patches.stand_in(torch, "_cudnn_rnn_flatten_weight", _flatten)

@@ -28,9 +28,7 @@ MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 AUTOCAST = _compat.DispatchKey.AutocastPrivateUse1  # autocast("cuda") here: see autocast.py
 
 
-def install_compiler(machine: Machine, patches: Patches) -> None:
-    """Leave the compiler until it is needed; replace torch.compile, whose first call warns, what would import it to tell it of a setting, and the
-    tracing of score_mod; flex_attention's operators get a kernel for autocast."""
+def _install_compiler(machine: Machine, patches: Patches) -> None:
     patches.undo(_compat.import_when_needed())
     patches.stand_in(torch, "compile", _compile, patches, [])
     patches.stand_in(torch, "use_deterministic_algorithms", _be_deterministic, patches, [])
@@ -40,11 +38,11 @@ def install_compiler(machine: Machine, patches: Patches) -> None:
             operator.py_impl(AUTOCAST)(functools.partial(_autocast_flex_attention, operator))
 
 
-def _compile(patches: Patches, said: list, original, model=None, **options):
-    if not said:
-        said.append("warning")
+def _compile(patches: Patches, done: list, original, model=None, **options):
+    if not done:
+        done.append("warned")
         warnings.warn("torch.compile: on virtual GPUs it runs eagerly, with eager's memory and time", stacklevel=3)
-    if _is_ordinary(**options):
+    if _is_sure_to_be_taken(**options):
         if model is None:
             return functools.partial(torch.compile, **options)
         if isinstance(model, (FunctionType, MethodType)):
@@ -53,15 +51,15 @@ def _compile(patches: Patches, said: list, original, model=None, **options):
             )
         if options.get("mode") is None:
             options["backend"] = _compat.inductor
-    if "stance" not in said:
-        said.append("stance")
+    if "stance" not in done:
+        done.append("stance")
         before = torch.compiler.set_stance("force_eager")  # imports torch._dynamo, which takes a second or two
         patches.undo(lambda: before.__exit__(None, None, None))
         before.__enter__()
     return original(model, **options)
 
 
-def _is_ordinary(backend=None, mode=None, fullgraph=False, dynamic=None, **others) -> bool:
+def _is_sure_to_be_taken(backend=None, mode=None, fullgraph=False, dynamic=None, **others) -> bool:
     """Is there nothing in these options that PyTorch might refuse?"""
     return not others and backend in (None, "inductor") and mode in MODES
 
@@ -71,16 +69,14 @@ def _be_deterministic(patches: Patches, later: list, original, mode, *, warn_onl
     if _compat.compiler_has_settings() or not (isinstance(mode, bool) and isinstance(warn_only, bool)):
         return original(mode, warn_only=warn_only)
     torch.set_deterministic_debug_mode("default" if not mode else "warn" if warn_only else "error")
+
+    def tell_compiler() -> None:
+        if later[-1]:
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            original(torch.are_deterministic_algorithms_enabled(), warn_only=warns)
+
     if not later:
-        patches.undo(
-            lambda: (
-                later[-1]
-                and original(
-                    torch.are_deterministic_algorithms_enabled(),
-                    warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-                )
-            )
-        )
+        patches.undo(tell_compiler)
     later.append(mode)
 
 
@@ -116,9 +112,7 @@ def _autocast(tensor: torch.Tensor) -> torch.Tensor:
 # -- An optimizer's step: its operations are an optimizer's, and what it does in Python costs the host.
 
 
-def install_optimizers(machine: Machine, patches: Patches) -> None:
-    """Hooks around every step."""
-
+def _install_optimizers(machine: Machine, patches: Patches) -> None:
     def before(optimizer: Optimizer, args, kwargs) -> None:
         machine.clock.set_kind("optimizer")
         with machine.clock.ours():
@@ -162,16 +156,12 @@ PROFILER_WARNING = (
 )
 
 
-def install_profiler(machine: Machine, patches: Patches) -> None:
-    """Replace methods of torch.profiler's profile, of the older one in torch.autograd, and of emit_nvtx."""
-    profiles = Profiles(machine)
-    for name, function in {
-        "__init__": profiles.begin,
-        "start_trace": profiles.start,
-        "stop_trace": profiles.stop,
-        "export_chrome_trace": export_chrome_trace,
-    }.items():
-        patches.stand_in(_compat.KinetoProfile, name, function)
+def _install_profiler(machine: Machine, patches: Patches) -> None:
+    profiles, profile = _Profiles(machine), _compat.KinetoProfile
+    patches.stand_in(profile, "__init__", profiles.begin)
+    patches.stand_in(profile, "start_trace", profiles.start)
+    patches.stand_in(profile, "stop_trace", profiles.stop)
+    patches.stand_in(profile, "export_chrome_trace", _export_chrome_trace)
     patches.stand_in(autograd_profiler.profile, "__init__", profiles.begin_older)
     patches.replace(autograd_profiler.emit_nvtx, "__enter__", lambda self: self)
     patches.replace(autograd_profiler.emit_nvtx, "__exit__", lambda self, *error: False)
@@ -179,7 +169,7 @@ def install_profiler(machine: Machine, patches: Patches) -> None:
     patches.stand_in(torch.profiler, "supported_activities", lambda known: known() | {ProfilerActivity.CUDA})
 
 
-class Profiles:
+class _Profiles:
     """What the profiles of one session share: the clock whose kernels they record, and that they have warned."""
 
     def __init__(self, machine: Machine):
@@ -200,14 +190,13 @@ class Profiles:
         original(profile, *args, activities=wanted, **kwargs)
 
     def start(self, original, profile):
-        """From now on the clock's spans are this profile's."""
         profile._virtual_spans = []
         profile._virtual_before = self.clock.record(profile._virtual_spans)
         profile._virtual_start = self.clock.host
         return original(profile)
 
     def stop(self, original, profile):
-        """They belong to who recorded before, too."""
+        """The spans belong to who recorded before, too."""
         if profile._virtual_spans is not None:
             before = profile._virtual_before
             self.clock.record(before)
@@ -216,15 +205,14 @@ class Profiles:
         return original(profile)
 
     def begin_older(self, original, profile, enabled=True, *, use_cuda=False, use_device=None, **kwargs):
-        """torch.autograd.profiler.profile(use_device="cuda")."""
+        """As `begin`, of torch.autograd.profiler.profile(use_device="cuda")."""
         if use_cuda or use_device == "cuda":
             self._warn()
             use_device = None
         original(profile, enabled, use_device=use_device, **kwargs)
 
 
-def export_chrome_trace(original, profile, path: str, *args, **kwargs):
-    """PyTorch's file, and the simulated kernels."""
+def _export_chrome_trace(original, profile, path: str, *args, **kwargs):
     out = original(profile, path, *args, **kwargs)
     if profile._virtual_spans:
         _add_kernels(path, chrome_events(profile._virtual_spans, origin=profile._virtual_start))
@@ -262,9 +250,8 @@ def _add_kernels(path: str, events: list[dict]) -> None:
 # -- Modules that move or are loaded: in a dry run, too, a parameter stays itself, and has a shape alone.
 
 
-def install_modules(machine: Machine, patches: Patches) -> None:
-    """Replace what Module.to, cuda, half and their kind do, and load_state_dict."""
-    patches.stand_in(nn.Module, "_apply", _apply, machine)
+def _install_modules(machine: Machine, patches: Patches) -> None:
+    patches.stand_in(nn.Module, "_apply", _apply, machine)  # behind Module.to, cuda, half and their kind
     patches.stand_in(nn.Module, "load_state_dict", _load_state_dict, machine)
 
 
@@ -317,24 +304,21 @@ TRITON_WARNING = (
 )
 
 
-def install_triton(machine: Machine, patches: Patches) -> None:
+def _install_triton(machine: Machine, patches: Patches) -> None:
     """Whenever triton comes, if it does."""
-    when_imported("triton.runtime.interpreter", lambda module: _replace_interpreter(machine, patches, module), patches)
-    when_imported(
-        "triton.runtime.jit", lambda module: patches.stand_in(module.JITFunction, "run", _refuse_to_compile), patches
-    )
-    when_imported(
-        "triton.runtime.autotuner",
-        lambda module: patches.stand_in(module.Autotuner, "_bench", _first_configuration),
-        patches,
-    )
 
+    def interpreter_came(interpreter) -> None:
+        executor = interpreter.GridExecutor
+        patches.stand_in(executor, "__call__", _run_kernel, machine, [])
+        patches.stand_in(executor, "_init_args_hst", _arguments_in_place, machine)
+        patches.stand_in(executor, "_restore_args_dev", _no_copies_back, machine)
 
-def _replace_interpreter(machine: Machine, patches: Patches, interpreter) -> None:
-    executor = interpreter.GridExecutor
-    patches.stand_in(executor, "__call__", _run_kernel, machine, [])
-    patches.stand_in(executor, "_init_args_hst", _arguments_in_place, machine)
-    patches.stand_in(executor, "_restore_args_dev", _no_copies_back, machine)
+    for name, then in {
+        "interpreter": interpreter_came,
+        "jit": lambda module: patches.stand_in(module.JITFunction, "run", _refuse_to_compile),
+        "autotuner": lambda module: patches.stand_in(module.Autotuner, "_bench", _first_configuration),
+    }.items():
+        when_imported(f"triton.runtime.{name}", then, patches)
 
 
 def _run_kernel(machine: Machine, warned: list, original, executor, *args, **kwargs):
@@ -405,8 +389,8 @@ def _kernel_gpu(machine: Machine, args, tensors) -> GPU | None:
 
 def install(machine: Machine, patches: Patches) -> None:
     """All of this file's stand-ins."""
-    install_compiler(machine, patches)
-    install_optimizers(machine, patches)
-    install_profiler(machine, patches)
-    install_modules(machine, patches)
-    install_triton(machine, patches)
+    _install_compiler(machine, patches)
+    _install_optimizers(machine, patches)
+    _install_profiler(machine, patches)
+    _install_modules(machine, patches)
+    _install_triton(machine, patches)

@@ -8,6 +8,7 @@ import threading
 import time
 import timeit
 from collections.abc import Callable
+from typing import Any
 
 from virtualgpu.engine.frames import warn_at_the_program
 from virtualgpu.engine.machine import Machine
@@ -92,7 +93,7 @@ class OwnWork(threading.local):
 #
 # A program that reads the time around work on GPUs means theirs: under the runner it is told the simulated time of its rank, from the moment at which its
 # process uses a GPU; `timers` chooses. Who reads is seen by the line that calls: a library's limits, logs and loaders keep this machine's time, those that
-# time other people's work (`STOPWATCHES`) do not. What the program works beside its GPUs passes as well: own_work.py.
+# time other people's work (`STOPWATCHES`) do not. What the program works beside its GPUs passes as well: `OwnWork`.
 #
 # A sleep passes on the simulated clock, for a host that sleeps launches nothing, but only where the main thread sleeps by a line of the program. A
 # library's sleep waits for something that happens on this machine (a process, a file, an answer), and a thread that watches the program would
@@ -103,24 +104,14 @@ class OwnWork(threading.local):
 measured = threading.local()
 LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 READ = ("time", "perf_counter", "monotonic", "time_ns", "perf_counter_ns", "monotonic_ns")
-STOPWATCHES = (  # libraries whose stopwatches time the program's work, and say so to people
-    "timeit",
-    "tqdm.",
-    "torch.utils.benchmark.",
-    "IPython.core.magics.execution",
-    "accelerate.",
-    "deepspeed.",
-    "ignite.",
-    "lightning.",
-    "megatron.",
-    "pytorch_lightning.",
-    "timm.",
-    "torchtitan.",
-    "transformers.",
-)
+# Libraries whose stopwatches time the program's work, and say so to people
+NAMES = """
+    timeit tqdm. torch.utils.benchmark. IPython.core.magics.execution accelerate. deepspeed. ignite. lightning. megatron.
+    pytorch_lightning. timm. torchtitan. transformers."""
+STOPWATCHES = tuple(NAMES.split())
 NOT_OURS = ("virtualgpu.", "torch.", "helpers.")
 REFRESHES = "tqdm._monitor"  # a thread that looks whether a bar has stood still for whoever sits before it
-TOLD = (
+NOT_THE_GPUS_TIME = (
     "time.{}() is this machine's here, which computes what a GPU would: it does not say how long the GPUs took. "
     'virtualgpu.timers("simulated") makes it say that, and virtualgpu.timers("real") that this is meant'
 )
@@ -132,7 +123,7 @@ def install(machine: Machine, patches: Patches) -> None:
     timers = Timers(machine)
     for name in READ:
         patches.replace_everywhere(time, name, Stopwatch(timers, getattr(time, name)))
-    watch = time.perf_counter
+    watch: Any = time.perf_counter
     patches.replace(timeit, "default_timer", watch)
     for function in (timeit.Timer.__init__, timeit.timeit, timeit.repeat):
         defaults = tuple(watch if value is watch.original else value for value in function.__defaults__ or ())
@@ -180,12 +171,12 @@ class Timers:
         latest = _latest[name] = max(now, _latest.get(name, now))
         return now if clock.own.launched or clock.own.main else latest  # who only looks on is never behind
 
-    def tell(self, name: str) -> None:
-        """Once: this is not the GPUs' time, to who reads it around torch.cuda.synchronize."""
+    def warn(self, name: str) -> None:
+        """Once: this is not the GPUs' time, where it is read around torch.cuda.synchronize."""
         before, self.read_at = self.read_at, (self.clock.host, self.clock.synchronized)
         if before is not None and self.read_at[0] > before[0] and self.read_at[1] > before[1]:
             self.machine.read_timers("real")
-            warn_at_the_program(TOLD.format(name))
+            warn_at_the_program(NOT_THE_GPUS_TIME.format(name))
 
 
 class Stopwatch:
@@ -203,21 +194,21 @@ class Stopwatch:
         return repr(self.original)
 
     def __call__(self):
-        """The time, as who asks is to be told."""
+        """The time, of the kind that was chosen for who asks."""
         timers, now = self.timers, None
         kind = timers.machine.timers
-        if kind != "real" and is_a_stopwatch(sys._getframe(1)):
+        if kind != "real" and _is_a_stopwatch(sys._getframe(1)):
             if kind == "simulated":
                 now = timers.simulated(self.__name__)
             else:
-                timers.tell(self.__name__)
+                timers.warn(self.__name__)
         return self.original() if now is None else now
 
 
 def _sleep(machine: Machine, original, seconds) -> None:
     original(seconds)
     caller = sys._getframe(2)  # below this function and what stands in for sleep
-    if getattr(measured, "here", False) or not is_the_programs(caller):
+    if getattr(measured, "here", False) or not _is_the_programs(caller):
         return
     if threading.current_thread() is threading.main_thread():
         machine.clock.wait_until(machine.clock.host + seconds)
@@ -225,13 +216,13 @@ def _sleep(machine: Machine, original, seconds) -> None:
         machine.clock.own.pause(seconds)
 
 
-def is_a_stopwatch(frame) -> bool:
+def _is_a_stopwatch(frame) -> bool:
     """Does a line of the program call, or one of a library that times it?"""
     name = frame.f_globals.get("__name__", "")
-    return is_the_programs(frame) or (f"{name}.".startswith(STOPWATCHES) and name != REFRESHES)
+    return _is_the_programs(frame) or (f"{name}.".startswith(STOPWATCHES) and name != REFRESHES)
 
 
-def is_the_programs(frame) -> bool:
+def _is_the_programs(frame) -> bool:
     """Does a line of the program call?"""
     name = frame.f_globals.get("__name__", "")
     return not name.startswith(NOT_OURS) and not frame.f_code.co_filename.startswith(LIBRARIES)

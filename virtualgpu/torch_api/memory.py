@@ -104,11 +104,11 @@ class Memory:
     # -- memory without a tensor
 
     def _cuda_cudaCachingAllocator_raw_alloc(self, size: int, stream: int) -> int:
-        if size == 0:
-            return 0
-        gpu = self.machine.gpu(None)
+        gpu = self.machine.expect_gpu()
         with gpu.only() as memory:
             block = memory.malloc(size, id_of(stream))
+        if block is None:  # of no bytes
+            return 0
         self.raw[block.address] = (gpu, block)
         return block.address
 
@@ -158,21 +158,14 @@ class Memory:
                 memory.record(new)
 
     def _cuda_record_memory_history_legacy(
-        self,
-        enabled: bool,
-        record_context: bool = True,
-        trace_alloc_max_entries: int = 1,
-        trace_alloc_record_context: bool = False,
-        record_cpp_context: bool = False,
-        *others,
-        **options,
+        self, enabled: bool, context=True, max_entries=1, alloc_context=False, cpp_context=False, *others
     ) -> None:
-        context = "alloc" if trace_alloc_record_context else "state" if record_context else None
-        kept = context, "all" if record_cpp_context else "python", trace_alloc_max_entries
-        self._cuda_record_memory_history("all" if enabled else None, *kept, *others, **options)
+        kept = "alloc" if alloc_context else "state" if context else None
+        stacks = "all" if cpp_context else "python"
+        self._cuda_record_memory_history("all" if enabled else None, kept, stacks, max_entries, *others)
 
     def _cuda_isHistoryEnabled(self) -> bool:
-        return self.machine.gpu(None).memory.history is not None
+        return self.machine.expect_gpu().memory.history is not None
 
     def _cuda_memorySnapshot(self, pool: tuple | None = None) -> dict[str, Any]:
         """pool: None, or the two numbers of a pool, which `include_traces` may follow."""

@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,7 @@ from virtualgpu.hardware.units import MIB
 from virtualgpu.memory.ledger import PLAYED_PID, Board, share
 
 if TYPE_CHECKING:
-    from virtualgpu.engine.machine import GPU, Machine
-    from virtualgpu.timing.clock import Clock
+    from virtualgpu.engine.machine import Machine
     from virtualgpu.torch_api.patches import Patches
 
 # nvml.h, nvmlReturn_t
@@ -60,7 +59,7 @@ def install(machine: "Machine", patches: "Patches") -> None:
     for name, module in list(sys.modules.items()):
         known = name.rpartition(".")[2] in ("pynvml", "nvml", "py3nvml") and "_nvmlGetFunctionPointer" in vars(module)
         if known and (vars(module).get("nvmlLib") is None or isinstance(module.nvmlLib, ctypes.CDLL)):
-            patches.replace(module, "nvmlLib", Library(_OfMachine(machine)))
+            patches.replace(module, "nvmlLib", Library(OfProcess(machine)))
             if "_nvmlGetFunctionPointer_cache" in vars(module):
                 patches.replace(module, "_nvmlGetFunctionPointer_cache", {})
 
@@ -78,28 +77,14 @@ class SinceAsked:
         self._asked: dict[tuple[int, str], tuple[float, float]] = {}
 
     def fraction(self, gpu: int, asker: str = "") -> float:
-        """Of work already queued."""
-        now = self._busy(gpu)
+        """Of work already queued, also where the GPU comes to it later."""
         before = self._asked.get((gpu, asker), (0.0, 0.0))
-        self._asked[gpu, asker] = now
+        now = self._asked[gpu, asker] = self._busy(gpu)
         return share(now, before)
 
 
-class Utilization:
-    """How busy GPUs were since somebody last read it. NCCL's kernels count, as in nvidia-smi, also while they wait for other ranks; computing is
-    what other kernels do. Work counts from when it is queued, also where the GPU comes to it later."""
-
-    def __init__(self, clock: "Clock"):
-        self._busy = SinceAsked(lambda gpu: (clock.busy[gpu], clock.latest()))
-        self._computing = SinceAsked(lambda gpu: (clock.computing[gpu], clock.latest()))
-
-    def read(self, gpu: int) -> tuple[float, float]:
-        """The fractions of time in which the GPU was busy, and computing."""
-        return self._busy.fraction(gpu), self._computing.fraction(gpu)
-
-
-class _OfMachine:
-    """The virtual GPUs of this process alone, where there is no runner: as `Board`."""
+class OfProcess:
+    """As `ledger.Board`, of the virtual GPUs of this process alone, where there is no runner."""
 
     def __init__(self, machine: "Machine"):
         self.machine = machine
@@ -107,12 +92,14 @@ class _OfMachine:
         self.cards = [environment.Card(spec.name, spec.name, spec.memory, spec.capability) for spec in specs]
 
     def processes(self, gpu: int) -> list[tuple[int, int]]:
+        """(pid, bytes) of each that holds some of the GPU."""
         memory = self.machine.gpus[gpu].settled()
-        own = memory.host_pid or os.getpid(), memory.reserved + memory.context
-        held = [*memory.processes(), (PLAYED_PID, memory.occupied), own]
+        this_one = memory.host_pid or os.getpid(), memory.reserved + memory.context
+        held = [*memory.processes(), (PLAYED_PID, memory.occupied), this_one]
         return [(pid, used) for pid, used in held if used]
 
     def busy(self, gpu: int) -> tuple[float, float]:
+        """Seconds in which the GPU was busy up to now, and now."""
         clock = self.machine.clock
         return clock.busy[gpu], clock.latest()
 
@@ -125,29 +112,23 @@ class CudaFigures:
 
     def __init__(self, machine: "Machine"):
         self.machine = machine
-        self.busy = SinceAsked(_OfMachine(machine).busy)
-
-    def _gpu(self, device) -> "GPU":
-        gpu = self.machine.gpu(device)
-        if gpu is None:
-            raise ValueError(f"Expected a cuda device, but got: {device}")
-        return gpu
+        self.busy = SinceAsked(OfProcess(machine).busy)
 
     def utilization(self, device=None) -> int:
         """Percent of time in which kernels ran."""
-        return round(100 * self.busy.fraction(self._gpu(device).index, "utilization"))
+        return round(100 * self.busy.fraction(self.machine.expect_gpu(device).index, "utilization"))
 
     def memory_usage(self, device=None) -> int:
-        """Percent of time in which memory was read or written: a kernel does so for as long as it lasts."""
-        return round(100 * self.busy.fraction(self._gpu(device).index, "memory_usage"))
+        """Percent of time in which memory was read or written."""
+        return round(100 * self.busy.fraction(self.machine.expect_gpu(device).index, "memory_usage"))
 
     def clock_rate(self, device=None) -> int:
         """MHz."""
-        return self._gpu(device).spec.clock_rate // 1000
+        return self.machine.expect_gpu(device).spec.clock_rate // 1000
 
     def power_draw(self, device=None) -> int:
         """Milliwatts. Raises NotImplementedError for a card that does not say its limit."""
-        gpu = self._gpu(device)
+        gpu = self.machine.expect_gpu(device)
         if gpu.spec.power is None:
             raise NotImplementedError(
                 f"{gpu.spec.name}, virtual, does not say its power limit: give `power` in a card of your own"
@@ -175,7 +156,9 @@ def _replace_list(figures: CudaFigures, patches: "Patches", package: ModuleType)
 
 def of_the_runner() -> "Library":
     """The library for a process that the runner's program started: it sees what every process holds."""
-    return Library(Board(environment.settings()))
+    settings = environment.settings()
+    assert settings is not None, "a process of the runner has its settings"
+    return Library(Board(settings))
 
 
 class Library:
@@ -192,7 +175,7 @@ class Library:
             raise AttributeError(name)
         return functools.partial(self._call, re.sub(r"_v\d+$", "", name))  # a partial: pynvml sets its restype
 
-    def _call(self, name: str, *arguments):
+    def _call(self, name: str, *arguments) -> Any:
         if name == "nvmlErrorString":
             return WORDS.get(getattr(arguments[0], "value", arguments[0]), b"Unknown Error")
         with self._lock:
@@ -204,22 +187,27 @@ class Library:
             if name == "nvmlShutdown":
                 self._users -= 1
                 return SUCCESS
-            answer = SYSTEM.get(name)
-            if answer is not None:
-                return answer(self._board, *arguments)
-            answer = DEVICE.get(name)
-            if answer is None:
-                return NOT_SUPPORTED
-            gpu = (ctypes.cast(arguments[0], ctypes.c_void_p).value or 0) - 1
-            if not 0 <= gpu < len(self._board.cards):
-                return INVALID_ARGUMENT
-            if name == "nvmlDeviceGetUtilizationRates":
-                return self._utilization(gpu, *arguments[1:])
-            return answer(self._board, gpu, *arguments[1:])
+            if name in SYSTEM:
+                return SYSTEM[name](self._board, *arguments)
+            return self._of_device(name.removeprefix("nvmlDeviceGet"), *arguments)
 
-    def _utilization(self, gpu: int, rates) -> int:
-        rates = _target(rates)
-        rates.gpu = rates.memory = round(100 * self._busy.fraction(gpu))
+    def _of_device(self, name: str, handle=None, *arguments) -> int:
+        if name not in {*TEXTS, *NUMBERS, *STRUCTURES, "UtilizationRates"}:
+            return NOT_SUPPORTED
+        gpu = (ctypes.cast(handle, ctypes.c_void_p).value or 0) - 1
+        if not 0 <= gpu < len(self._board.cards):
+            return INVALID_ARGUMENT
+        if name in TEXTS:
+            buffer, length = arguments
+            return _text(buffer, length, TEXTS[name](self._board, gpu))
+        if name in STRUCTURES:
+            return STRUCTURES[name](self._board, gpu, *arguments)
+        if name == "UtilizationRates":
+            (rates,) = map(_target, arguments)
+            rates.gpu = rates.memory = round(100 * self._busy.fraction(gpu))
+            return SUCCESS
+        for pointer, value in zip(arguments, NUMBERS[name](self._board, gpu), strict=False):
+            _target(pointer).value = value
         return SUCCESS
 
 
@@ -250,9 +238,9 @@ def _handle(board, index: int | None, device) -> int:
     return SUCCESS
 
 
-def _index(board, name, text) -> int | None:
+def _index(board, name, texts: Callable[[int], Container[str]]) -> int | None:
     wanted = name.value.decode().upper()
-    return next((index for index in range(len(board.cards)) if wanted in text(index)), None)
+    return next((index for index in range(len(board.cards)) if wanted in texts(index)), None)
 
 
 def _bus_ids(index: int) -> tuple[str, str]:
@@ -294,10 +282,6 @@ def _processes(board, gpu: int, count, infos) -> int:
     return SUCCESS
 
 
-def _no_processes(board, gpu: int, count, infos) -> int:
-    return _set(count, 0)
-
-
 def process_name(pid: int) -> str | None:
     """The program that a process runs; None where there is no such process."""
     try:
@@ -312,13 +296,8 @@ def _process_name(board, pid, buffer, length) -> int:
     return NOT_FOUND if name is None else _text(buffer, length, name[: length.value - 1])
 
 
-def _capability(board, gpu: int, major, minor) -> int:
-    _target(major).value, _target(minor).value = board.cards[gpu].capability
-    return SUCCESS
-
-
 # C functions by name, without the version at its end; the arguments are C's.
-SYSTEM = {
+SYSTEM: dict[str, Callable[..., int]] = {
     "nvmlSystemGetDriverVersion": lambda board, buffer, length: _text(buffer, length, DRIVER),
     "nvmlSystemGetNVMLVersion": lambda board, buffer, length: _text(buffer, length, f"{CUDA // 1000}.{DRIVER}"),
     "nvmlSystemGetCudaDriverVersion": lambda board, version: _set(version, CUDA),
@@ -330,20 +309,21 @@ SYSTEM = {
     ),
     "nvmlDeviceGetHandleByPciBusId": lambda board, name, device: _handle(board, _index(board, name, _bus_ids), device),
 }
-DEVICE = {
-    "nvmlDeviceGetName": lambda board, gpu, buffer, length: _text(buffer, length, board.cards[gpu].name),
-    "nvmlDeviceGetUUID": lambda board, gpu, buffer, length: _text(buffer, length, environment.uuid(gpu)),
-    "nvmlDeviceGetIndex": lambda board, gpu, index: _set(index, gpu),
-    "nvmlDeviceGetMinorNumber": lambda board, gpu, number: _set(number, gpu),
-    "nvmlDeviceGetPciInfo": _pci,
-    "nvmlDeviceGetMemoryInfo": _memory,
-    "nvmlDeviceGetUtilizationRates": True,  # Library answers, which knows when this process last asked
-    "nvmlDeviceGetComputeRunningProcesses": _processes,
-    "nvmlDeviceGetGraphicsRunningProcesses": _no_processes,
-    "nvmlDeviceGetMPSComputeRunningProcesses": _no_processes,
-    "nvmlDeviceGetCudaComputeCapability": _capability,
-    "nvmlDeviceGetComputeMode": lambda board, gpu, mode: _set(mode, 0),  # NVML_COMPUTEMODE_DEFAULT
-    "nvmlDeviceGetPersistenceMode": lambda board, gpu, mode: _set(mode, 0),  # disabled, and so the next two
-    "nvmlDeviceGetDisplayMode": lambda board, gpu, mode: _set(mode, 0),
-    "nvmlDeviceGetDisplayActive": lambda board, gpu, mode: _set(mode, 0),
+# Those of a device, without nvmlDeviceGet: what goes into (buffer, length), the numbers for a pointer each, and what fills a structure
+TEXTS: dict[str, Callable[[Any, int], str]] = {
+    "Name": lambda board, gpu: board.cards[gpu].name,
+    "UUID": lambda board, gpu: environment.uuid(gpu),
+}
+NUMBERS: dict[str, Callable[[Any, int], tuple[int, ...]]] = {
+    "Index": lambda board, gpu: (gpu,),
+    "MinorNumber": lambda board, gpu: (gpu,),
+    "CudaComputeCapability": lambda board, gpu: board.cards[gpu].capability,
+    # NVML_COMPUTEMODE_DEFAULT, disabled, and no process
+    **dict.fromkeys(("ComputeMode", "PersistenceMode", "DisplayMode", "DisplayActive"), lambda board, gpu: (0,)),
+    **dict.fromkeys(("GraphicsRunningProcesses", "MPSComputeRunningProcesses"), lambda board, gpu: (0,)),
+}
+STRUCTURES: dict[str, Callable[..., int]] = {
+    "PciInfo": _pci,
+    "MemoryInfo": _memory,
+    "ComputeRunningProcesses": _processes,
 }

@@ -24,7 +24,7 @@ class Patches:
 
     def __init__(self):
         self.replaced: list[tuple[Any, str, Any, Any]] = []
-        self.others: list[Callable[[], None]] = []
+        self.others: list[Callable[[], object]] = []
         self.everywhere: list[tuple[str, Any, Any]] = []  # (name, original, stand-in)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
@@ -75,7 +75,7 @@ class Patches:
         self.undo(lambda: setattr(owner, name, before))
         setattr(owner, name, value)
 
-    def undo(self, step: Callable[[], None]) -> None:
+    def undo(self, step: Callable[[], object]) -> None:
         """Something else that was done, and how to take it back."""
         self.others.append(step)
 
@@ -162,14 +162,15 @@ class _Finder:
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
-        execute = spec.loader.exec_module
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del spec.loader.exec_module
+            del loader.exec_module
             execute(module)
             if self in sys.meta_path:
                 self.remove()
                 self.then(module)
 
-        spec.loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return spec

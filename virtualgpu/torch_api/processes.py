@@ -14,26 +14,26 @@ from virtualgpu import _compat
 from virtualgpu.engine.machine import Machine, dry_runs
 from virtualgpu.engine.storage import gpu_of
 from virtualgpu.engine.values import known_of
+from virtualgpu.torch_api.moves import refuse_to_share
 from virtualgpu.torch_api.patches import Patches, standing_in
-from virtualgpu.torch_api.storage import refuse_to_share
 
 # -- Tensors of the CPU that a dry run sends to another process, by a queue or from a loader's worker: a small one with its numbers, as
 # far as they are known, any other as a shape. A GPU's tensor is refused.
 
 
-def install_sending(machine: Machine, patches: Patches) -> None:
-    """Replace what pickles tensors for other processes, and what puts them into memory that several processes see."""
-    reduce = standing_in(reduce_tensor, _reduce, machine)
-    for kind in KINDS:
-        ForkingPickler.register(kind, reduce)
-    patches.undo(lambda: [ForkingPickler.register(kind, reduce_tensor) for kind in KINDS])
+def _install_sending(machine: Machine, patches: Patches) -> None:
+    def register(reduce) -> None:
+        for kind in (torch.Tensor, torch.nn.Parameter):
+            ForkingPickler.register(kind, reduce)
+
+    register(standing_in(reduce_tensor, _reduce, machine))
+    patches.undo(lambda: register(reduce_tensor))
     patches.stand_in(torch.UntypedStorage, "share_memory_", _share)
     patches.wrap(torch.UntypedStorage, "_new_shared", lambda original: staticmethod(standing_in(original, _new_shared)))
     for name in ("_share_fd_cpu_", "_share_filename_cpu_"):
         patches.stand_in(torch.UntypedStorage, name, _untracked, machine)
 
 
-KINDS = (torch.Tensor, torch.nn.Parameter)
 # multiprocessing.Queue pickles in this thread, which drops what fails there, and who waits for it waits for ever: he gets the error
 FEEDER = "QueueFeederThread"
 
@@ -74,13 +74,7 @@ def _untracked(machine: Machine, original, storage, *args, **kwargs):
 # -- torch.utils.data: what a DataLoader's worker makes has values, in a dry run as well, however the worker was started.
 
 
-def install_loader(machine: Machine, patches: Patches) -> None:
-    """Replace what a worker does from its beginning to its end."""
-    patches.stand_in(_compat.loader_workers(), _compat.WORKER_LOOP, run_loader_worker, machine)
-
-
-def run_loader_worker(machine: Machine, original, *args):
-    """The process is a worker's."""
+def _run_loader_worker(machine: Machine, original, *args):
     machine.be_dry(False)
     with dry_runs.set_here(None):
         return original(*args)
@@ -94,17 +88,16 @@ def run_loader_worker(machine: Machine, original, *args):
 # torch.cuda; what it computes before, with tensors that others gave it, passes unseen.
 
 
-def install_threads(machine: Machine, patches: Patches) -> None:
-    """Replace Thread.start and Thread.join, and what a worker of concurrent.futures runs."""
+def _install_threads(machine: Machine, patches: Patches) -> None:
     item = concurrent.futures.thread._WorkItem
-    patches.stand_in_everywhere(sys.modules[parallel_apply.__module__], "parallel_apply", apply_in_parallel, machine)
-    patches.stand_in(threading.Thread, "start", start_thread, machine)
-    patches.stand_in(threading.Thread, "join", join_thread, machine)
-    patches.stand_in(item, "__init__", submit_to_pool)
-    patches.stand_in(item, "run", run_in_pool, machine)  # a pool's worker that was there before
+    patches.stand_in_everywhere(sys.modules[parallel_apply.__module__], "parallel_apply", _apply_in_parallel, machine)
+    patches.stand_in(threading.Thread, "start", _start_thread, machine)
+    patches.stand_in(threading.Thread, "join", _join_thread, machine)
+    patches.stand_in(item, "__init__", _submit_to_pool)
+    patches.stand_in(item, "run", _run_in_pool, machine)  # a pool's worker that was there before
 
 
-def start_thread(machine: Machine, original, thread) -> None:
+def _start_thread(machine: Machine, original, thread) -> None:
     """The thread sees the virtual GPUs from its first line on."""
     begin, now, dry = thread.run, machine.clock.host, dry_runs.here
     replicas = machine.local.replicas
@@ -125,26 +118,26 @@ def start_thread(machine: Machine, original, thread) -> None:
     original(thread)
 
 
-def apply_in_parallel(machine: Machine, original, modules, *args, **kwargs):
+def _apply_in_parallel(machine: Machine, original, modules, *args, **kwargs):
     """nn.DataParallel's: the threads that it starts do the same at the same time."""
     with machine.local.replicating(len(modules)):
         return original(modules, *args, **kwargs)
 
 
-def join_thread(machine: Machine, original, thread, timeout=None) -> None:
+def _join_thread(machine: Machine, original, thread, timeout=None) -> None:
     """Who joins a thread has waited for its simulated time."""
     original(thread, timeout)
     if not thread.is_alive() and hasattr(thread, "_virtual_now"):
         machine.clock.inherit(thread._virtual_now)
 
 
-def submit_to_pool(original, item, *args, **kwargs) -> None:
+def _submit_to_pool(original, item, *args, **kwargs) -> None:
     """What a dry run submits is in that dry run."""
     original(item, *args, **kwargs)
     item._virtual_dry = dry_runs.here
 
 
-def run_in_pool(machine: Machine, original, item):
+def _run_in_pool(machine: Machine, original, item):
     """A worker that is older than the virtual GPUs sees them meanwhile."""
     older = machine.local.seen is not machine and not machine.closed
     if older:
@@ -177,6 +170,6 @@ _waiting: list = []  # they must outlive this call
 
 def install(machine: Machine, patches: Patches) -> None:
     """All of this file's stand-ins."""
-    install_sending(machine, patches)
-    install_loader(machine, patches)
-    install_threads(machine, patches)
+    _install_sending(machine, patches)
+    _install_threads(machine, patches)
+    patches.stand_in(_compat.loader_workers(), _compat.WORKER_LOOP, _run_loader_worker, machine)

@@ -1,5 +1,7 @@
 """Each GPU has its own random numbers: a generator of the CPU's kind, so that one seed gives the numbers that the CPU would draw."""
 
+from typing import Any
+
 import torch
 
 from virtualgpu import _compat
@@ -33,7 +35,10 @@ def _check_place(state) -> None:
         raise TypeError("RNG state must be a torch.ByteTensor")
 
 
-class Kind(type(torch.Generator)):
+GeneratorMeta: Any = type(torch.Generator)
+
+
+class Kind(GeneratorMeta):
     """isinstance(generator, torch.Generator) is true of PyTorch's own, too."""
 
     def __instancecheck__(cls, instance) -> bool:

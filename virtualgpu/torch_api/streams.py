@@ -19,9 +19,9 @@ def install(machine: Machine, patches: Patches) -> None:
     """Replace the classes of torch and torch.cuda, and the C functions that get and set the current stream."""
     any_stream, any_event = _generic("Stream", _Stream), _generic("Event", _Event)
     of_session = {"machine": machine, "__module__": "torch.cuda.streams"}
-    stream = any_stream.virtual = type("Stream", (StreamMethods, any_stream), of_session | {"entered": Entered()})
-    event = any_event.virtual = type("Event", (EventMethods, any_event), of_session)
-    streams = Streams(machine, stream)
+    stream = any_stream.virtual = type(any_stream)("Stream", (StreamMethods, any_stream), of_session)
+    event = any_event.virtual = type(any_event)("Event", (EventMethods, any_event), of_session)
+    streams = _Streams(machine, stream)
     external = streams.external  # one object in both modules
     for owner in (torch.cuda, torch.cuda.streams):
         patches.replace(owner, "Stream", stream)
@@ -32,7 +32,7 @@ def install(machine: Machine, patches: Patches) -> None:
     for name, answer in {
         "_CudaStreamBase": stream,
         "_CudaEventBase": event,
-        "_cuda_getCurrentStream": lambda device: numbers(streams.current(device)),
+        "_cuda_getCurrentStream": lambda device: _numbers(streams.current(device)),
         "_cuda_getDefaultStream": lambda device: (DEFAULT, streams.gpu(device), CUDA),
         "_cuda_getCurrentRawStream": lambda device: handle(streams.current(device)),
         "_cuda_getStreamFromExternal": streams.from_external,
@@ -43,7 +43,7 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.add(_compat.C, name, answer)
 
 
-class Streams:
+class _Streams:
     """The C functions about streams. A device is an index, -1 the current GPU; a stream is its id, its GPU and the kind of device."""
 
     def __init__(self, machine: Machine, kind: type):
@@ -51,25 +51,22 @@ class Streams:
 
     def gpu(self, device: int) -> int:
         """The index of the GPU. Raises PyTorch's error where there is none."""
-        return self.machine.gpu(None if device < 0 else device).index
+        return self.machine.expect_gpu(None if device < 0 else device).index
 
     def current(self, device: int = -1) -> Queue:
-        """This thread's current stream of a GPU."""
         return self.clock.current(self.gpu(device))
 
     def current_stream(self, device: int = -1):
-        """As a torch.cuda.Stream."""
         queue = self.current(device)
         return self.kind(stream_id=queue.id, device_index=queue.gpu, device_type=CUDA)
 
     def use(self, stream_id: int, device_index: int, device_type: int = CUDA) -> None:
-        """The stream, and its GPU, are current from now on."""
-        self.machine.local.use_device(self.machine.gpu(device_index).index)
+        self.machine.local.use_device(self.gpu(device_index))
         self.clock.use(self.clock.stream(device_index, stream_id))
 
     def external(self, pointer: int, device=None):
         """The stream of such a handle. Raises NotImplementedError for one that PyTorch did not make."""
-        gpu, id = self.machine.gpu(device), id_of(pointer)
+        gpu, id = self.machine.expect_gpu(device), id_of(pointer)
         if id not in self.clock.queues[gpu.index]:
             raise NotImplementedError(
                 "a stream that was not made by PyTorch is not modelled by virtual GPUs: use torch.cuda.Stream()"
@@ -77,11 +74,10 @@ class Streams:
         return self.kind(stream_id=id, device_index=gpu.index, device_type=CUDA)
 
     def from_external(self, pointer: int, device: int) -> tuple[int, int, int]:
-        """The same, for a stream's three numbers."""
-        return numbers(self.clock.stream(device, self.external(pointer, device).stream_id))
+        return _numbers(self.clock.stream(device, self.external(pointer, device).stream_id))
 
 
-def numbers(queue: Queue) -> tuple[int, int, int]:
+def _numbers(queue: Queue) -> tuple[int, int, int]:
     """As C++ knows a stream."""
     return queue.id, queue.gpu, CUDA
 
@@ -96,8 +92,11 @@ def id_of(pointer: int) -> int:
     return DEFAULT if not pointer else (pointer - HANDLES) & ((1 << 20) - 1)
 
 
-class Generic(type(_Stream)):
+class Generic(type):
     """The class of torch.Stream and torch.Event: PyTorch's own (`original`), whose calls for a GPU make one of `virtual`, set by install."""
+
+    original: type
+    virtual: type
 
     def __instancecheck__(cls, instance) -> bool:
         return isinstance(instance, cls.original) if "virtual" in vars(cls) else type.__instancecheck__(cls, instance)
@@ -113,7 +112,7 @@ class Generic(type(_Stream)):
         return (cls.original if other else cls.virtual)(*args, **kwargs)
 
 
-def _generic(name: str, original: type) -> type:
+def _generic(name: str, original: type) -> Generic:
     attributes = {"__module__": "torch", "__doc__": original.__doc__, "original": original, "virtual": None}
     return Generic(name, (original,), attributes)
 
@@ -121,31 +120,34 @@ def _generic(name: str, original: type) -> type:
 class Entered(threading.local):
     """What was current in this thread when it entered a stream: {stream: [(device, stream), ...]}."""
 
-    def __init__(self):
-        self.of = {}
+    def __init__(self) -> None:
+        self.of: dict[StreamMethods, list[tuple[int, Queue]]] = {}
+
+
+entered = Entered()
 
 
 class StreamMethods:
-    """A stream of a virtual GPU: its work runs in order, beside that of other streams. `machine` and `entered` are set by install."""
+    """A stream of a virtual GPU: its work runs in order, beside that of other streams. `machine` is set by install."""
 
     machine: Machine
-    entered: Entered
+    _queue: Queue
+    stream_id: int
+    device_index: int
 
     def __new__(cls, device=None, priority=0, **kwargs):
         machine = cls.machine
         if "stream_id" in kwargs:
-            gpu = machine.gpu(kwargs.get("device_index", 0))
+            gpu = machine.expect_gpu(kwargs.get("device_index", 0))
             queue = machine.clock.stream(gpu.index, kwargs["stream_id"])
         elif kwargs.get("stream_ptr"):
             return torch.cuda.ExternalStream(kwargs["stream_ptr"], device)
         else:
             if not machine.look():
                 raise errors.no_device()
-            gpu = machine.gpu(None if device is None or (isinstance(device, int) and device < 0) else device)
-            if gpu is None:
-                raise ValueError(f"Expected a cuda device, but got: {device}")
+            gpu = machine.expect_gpu(None if isinstance(device, int) and device < 0 else device)
             queue = machine.clock.new_stream(gpu.index, min(priority, 0))  # a positive one is 0 (on an H100)
-        self = super().__new__(cls, stream_id=queue.id, device_index=queue.gpu, device_type=CUDA)
+        self = super().__new__(cls, stream_id=queue.id, device_index=queue.gpu, device_type=CUDA)  # type: ignore[call-arg]
         self._queue = queue
         return self
 
@@ -172,16 +174,16 @@ class StreamMethods:
 
     def __enter__(self) -> "StreamMethods":
         gpu = self._queue.gpu
-        self.entered.of.setdefault(self, []).append((self.machine.local.current, self.machine.clock.current(gpu)))
+        entered.of.setdefault(self, []).append((self.machine.local.current, self.machine.clock.current(gpu)))
         self.machine.local.use_device(gpu)
         self.machine.clock.use(self._queue)
         return self
 
     def __exit__(self, *error) -> None:
-        device, queue = self.entered.of[self].pop()
+        device, queue = entered.of[self].pop()
         self.machine.local.use_device(device)
-        if not self.entered.of[self]:
-            del self.entered.of[self]
+        if not entered.of[self]:
+            del entered.of[self]
         self.machine.clock.use(queue)
 
     def synchronize(self) -> None:
@@ -224,9 +226,11 @@ class EventMethods:
     """A mark in a stream: the moment at which all that was queued before it is done. `machine` is set by install."""
 
     machine: Machine
+    time: float | None = None
+    _gpu: int | None = None
 
     def __new__(cls, *args, **kwargs):
-        return super().__new__(cls, device="cpu")  # C++'s half, which nobody asks
+        return super().__new__(cls, device="cpu")  # type: ignore[call-arg]  # C++'s half, which nobody asks
 
     def __init__(self, *args, device=None, **options):
         if args and not isinstance(args[0], bool):
@@ -236,7 +240,7 @@ class EventMethods:
     def _begin(self, enable_timing=False, blocking=False, interprocess=False, external=False) -> None:
         if interprocess:
             self.ipc_handle()
-        self.enable_timing, self.blocking, self.time, self._gpu = enable_timing, blocking, None, None
+        self.enable_timing, self.blocking = enable_timing, blocking
 
     @property
     def device(self) -> torch.device | None:
@@ -300,7 +304,7 @@ class EventMethods:
 
 def _queue_of(machine: Machine, stream) -> Queue:
     if stream is None:
-        return machine.clock.current(machine.gpu(None).index)
+        return machine.clock.current(machine.expect_gpu().index)
     if not isinstance(stream, StreamMethods):
         raise errors.of_real_gpu("stream")
     return machine.clock.stream(stream.device_index, stream.stream_id)

@@ -6,7 +6,6 @@ it works without a driver.
 
 import functools
 import inspect
-import re
 import tomllib
 from pathlib import Path
 
@@ -15,13 +14,6 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.patches import Patches
-
-# Which names need a row. Those of other makers' GPUs do not.
-PATTERN = re.compile(
-    r"^(?!.*(xpu|mtia))(.*(cuda|cudnn|nccl|accelerator|cublas|cusparse|magma|gpu|rocm|hip|miopen|nvtx|nvshmem|mempool|graph_pool)"
-    r"|_gds_|_host_|_(broadcast|scatter|gather)|_can_use_|_is_ck_|_has_gds|.*(sdp|_blas_|linalg_pref|sm_carveout|symmetricmem|_dma|_fr_trace|intra_node))",
-    re.IGNORECASE,
-)
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 OF_CUDA_WHEELS: list[str] = TABLE["of_cuda_wheels"]["names"].split()
@@ -55,7 +47,7 @@ def install(machine: Machine, patches: Patches) -> None:
             _refuse(name, sentence, patches)
 
 
-def lacking(version: tuple[int, int]) -> set[str]:
+def lacking(version: tuple[int, ...]) -> set[str]:
     """The names that a wheel with CUDA of that version of PyTorch, (2, 15), does not have."""
     return {name for name in SINCE if version < SINCE[name]} | {name for name in UNTIL if version >= UNTIL[name]}
 

@@ -41,7 +41,7 @@ def test_the_other_process_has_a_pid_of_its_own(gpu, container):
     with other_process(leave="20 MB", container=container):
         with pytest.raises(torch.OutOfMemoryError) as caught:
             torch.zeros(20 * MIB, device=gpu)
-        told = dict(nvml._OfMachine(virtualgpu.machine()).processes(0))
+        told = dict(nvml.OfProcess(virtualgpu.machine()).processes(0))
     words = (
         f"20.00 MiB is free. Process {other} has 216.00 MiB memory in use. {who} has 20.00 MiB memory in use. Of the"
     )

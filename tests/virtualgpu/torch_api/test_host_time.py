@@ -245,8 +245,8 @@ def test_who_reads_it_around_synchronize_is_told_once_and_chooses(gpus, monkeypa
         torch.cuda.synchronize()
         return time.perf_counter() - begin
 
-    monkeypatch.setattr(session, "_timers", "told")
-    gpus.read_timers("told")
+    monkeypatch.setattr(session, "_timers", "warn")
+    gpus.read_timers("warn")
     with pytest.warns(UserWarning, match=r'perf_counter\(\) is this machine.*virtualgpu.timers\("simulated"\)') as told:
         timed()
     assert told[0].filename == __file__
