@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 
 try:
     import fcntl
@@ -37,6 +38,16 @@ def folder(where: str | None = None) -> str:
         _held[path] = os.open(path, os.O_RDONLY)
         hold(_held[path])
     return path
+
+
+@contextlib.contextmanager
+def lent(where: str | None = None) -> Iterator[str]:
+    """A `folder`, removed at the block's end."""
+    path = folder(where)
+    try:
+        yield path
+    finally:
+        remove(path)
 
 
 def remove(path: str) -> None:

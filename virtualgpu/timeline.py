@@ -20,7 +20,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from virtualgpu import session
-from virtualgpu.run.explain.real import gpu_spans
 from virtualgpu.session.blocks import recording
 from virtualgpu.timing.trace import Span
 
@@ -128,6 +127,18 @@ def _trace(profiler: profile) -> list[dict]:
         profiler.export_chrome_trace(f"{folder}/trace.json")
         with open(f"{folder}/trace.json", encoding="utf-8") as file:
             return json.load(file)["traceEvents"]
+
+
+def gpu_spans(events: Sequence[dict]) -> list[Span]:
+    """What real GPUs did, of a Chrome trace by torch.profiler ("traceEvents"), in seconds: kernels, those of NCCL (communication) and copies."""
+    spans = []
+    for event in events:
+        if event.get("ph") == "X" and "ts" in event and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            args, name, start = event.get("args", {}), event["name"], event["ts"] * 1e-6
+            kind = "copy" if event["cat"] == "gpu_memcpy" else "communication" if "nccl" in name.lower() else "kernel"
+            end = (event["ts"] + event.get("dur", 0)) * 1e-6
+            spans.append(Span(int(args.get("device", 0)), start, end, kind, name, int(args.get("stream", 0))))
+    return spans
 
 
 def row(spans: Sequence[Span], start: float, seconds: float) -> list[Span]:

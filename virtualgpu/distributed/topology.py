@@ -66,11 +66,10 @@ def one_gpu_each(ranks: list[Where]) -> None:
 class Layout:
     """Where the ranks of a group are. Ranks count within the group.
 
-    seconds: (kind, nbytes as nccl.seconds counts) of one collective. duration: where somebody looks on (`--explain`), what a collective lasts, of its kind, its bytes, the number of its ranks and a function
-    that tells how long it would last with other bytes.
+    seconds: (kind, nbytes as nccl.seconds counts) of one collective. duration: how that is found; `--explain` asks what none at all would gain.
     """
 
-    duration: Callable[[str, int, int, Callable[[int], float]], float] | None = None
+    duration: Callable[..., float] = staticmethod(nccl.seconds)
 
     def __init__(self, ranks: list[Where]):
         self.nodes = [rank.node for rank in ranks]
@@ -78,7 +77,7 @@ class Layout:
         self.count, self.size = len(members), len(ranks)
         self.fabric = slowest([rank.fabric.shared_by(members[rank.node], rank.gpus) for rank in ranks])
         last = {"ranks": self.size, "fabric": self.fabric, "nodes": self.count}
-        self.seconds = functools.partial(nccl.seconds if Layout.duration is None else _told, **last)
+        self.seconds = functools.partial(Layout.duration, **last)
 
     def message(self, nbytes: int, rank: int, peer: int) -> float:
         """Of one message, which crosses the network only where these two are on different nodes."""
@@ -88,9 +87,3 @@ class Layout:
     def step(self, rank: int, peer: int) -> int:
         """Bytes of one of the steps (hardware.fabric.STEPS) in which NCCL's buffer between these two is filled."""
         return self.fabric.step(self.nodes[rank] == self.nodes[peer])
-
-
-def _told(kind: str, nbytes: int, ranks: int, fabric: Fabric, nodes: int) -> float:
-    """The same, to who looks on."""
-    assert Layout.duration is not None
-    return Layout.duration(kind, nbytes, ranks, lambda n: nccl.seconds(kind, n, ranks, fabric, nodes))

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests import forks
+from virtualgpu.run import trials
 from virtualgpu.run.prefork import ScriptServer
-from virtualgpu.run.trials import programs
 
 RUNNER = [sys.executable, "-m", "virtualgpu"]
 
@@ -84,4 +84,4 @@ def shared():
 @pytest.fixture
 def warm(monkeypatch, shared):
     """What `fit` and `--explain` try in this test starts from the session's server."""
-    monkeypatch.setattr(programs, "ScriptServer", lambda: shared)
+    monkeypatch.setattr(trials, "ScriptServer", lambda: shared)

@@ -7,22 +7,19 @@ import pytest
 
 from virtualgpu import environment
 from virtualgpu.run import cli
-from virtualgpu.run.explain import cli as explain_cli
-from virtualgpu.run.explain import real
-from virtualgpu.run.explain import runs as explain
+from virtualgpu.run.explain import cli as explain
 
 # Fat layers, whose gradients are large beside their work
 DDP = """
 import os, sys, torch, torch.distributed.algorithms.ddp_comm_hooks.default_hooks
 from torch import nn
-from torch.distributed import all_reduce, destroy_process_group, init_process_group
+from torch.distributed import init_process_group
 rank = int(os.environ.get("LOCAL_RANK", 0))
 torch.cuda.set_device(rank)
 init_process_group("nccl")
 how, layers, width, rows = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), [int(n) for n in sys.argv[4:]]
 model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]).cuda()
-if how != "by hand" and how != "as one":
-    model = nn.parallel.DistributedDataParallel(model, device_ids=[rank], **eval(how.removeprefix("half ")))
+model = nn.parallel.DistributedDataParallel(model, device_ids=[rank], **eval(how.removeprefix("half ")))
 if how.startswith("half"):
     model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -32,15 +29,6 @@ for step in range(1000):
         loss = model(x).square().mean()
     optimizer.zero_grad()
     loss.backward()
-    gradients = [p.grad for p in model.parameters()]
-    if how == "by hand":
-        for gradient in gradients:
-            all_reduce(gradient)
-    if how == "as one":
-        flat = torch.cat([gradient.view(-1) for gradient in gradients])
-        all_reduce(flat)
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
-            gradient.copy_(part.view_as(gradient))
     optimizer.step()
 """
 # Ranks of a program's own, which know who they are from their group alone; its port is taken where two of its runs are there at a time.
@@ -90,8 +78,6 @@ if __name__ == "__main__":
         optimizer.step()
 """
 
-# One rank of 64 plays alone, where a small collective takes longer than the host to launch what it is about
-OF_64 = {"single_rank": (64, 0, 8), "host": "launch"}
 SLOW = "dict(bucket_cap_mb=0.01)"
 
 
@@ -134,13 +120,12 @@ def ranks_of(tmp_path, warm):
 def first(found):
     """The change that is named first, and what the step is with it."""
     change, step, _ = next(one for one in found.tried if not one.change.bound)
-    sentence = explain_cli.sentences(found)[0]
-    assert change.words in sentence and explain_cli.milliseconds(step) in sentence, sentence
+    sentence = explain.sentences(found)[0]
+    assert change.words in sentence and explain.milliseconds(step) in sentence, sentence
     return change.name, step
 
 
 CAUSES = {  # change that is named first: program, its arguments, those of the program mended so, where, and how near its step comes
-    "fewer collectives": (DDP, ("by hand", 48, 256, 512), ("as one", 48, 256, 512), {"like": "H100", **OF_64}, 0.1),
     "half precision": (ALONE, (0, 4, 2048, 8192), (1, 4, 2048, 8192), {"like": "V100"}, 0.03),
     # one program at a time, as unless asked otherwise: ranks of two at one port meet each other
     "equal ranks": (OWN_RANKS, ("port", 2048, 65536, 131072), ("port", 2048, 98304), {"like": "A100", "gpus": 2, "jobs": None}, 0.03),
@@ -234,15 +219,3 @@ def test_two_steps_are_enough_and_a_run_that_fails_is_told(script, capsys, warm,
         assert row["step"] == record["step"] == pytest.approx(sum((*row["computing"].values(), *row["idle"].values())))
         assert (half["change"], half["step"]) == ("half precision", None)
         assert half["failed"].startswith("out of memory")
-
-
-def test_a_program_without_a_gpu_is_profiled(tmp_path):
-    """The same way as on a machine with GPUs, but for their kernels."""
-    path = tmp_path / "cpu.py"
-    path.write_text(
-        "import torch\nmodel = torch.nn.Linear(4, 4)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "for step in range(100):\n    model(torch.ones(4)).sum().backward()\n    optimizer.step()\n"
-        f"    open({str(tmp_path / 'steps')!r}, 'a').write('.')\n"
-    )
-    assert real.run([str(path)]).failed == "the program used no GPU"
-    assert (tmp_path / "steps").read_text() == "....", "the fifth step ended it"

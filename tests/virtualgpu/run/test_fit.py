@@ -11,12 +11,11 @@ import torch
 
 import virtualgpu
 from virtualgpu import environment
-from virtualgpu.run import cli, results
+from virtualgpu.run import cli, results, steps, trials
 from virtualgpu.run.fit import cli as fit_cli
 from virtualgpu.run.fit import search, table
 from virtualgpu.run.fit.search import Range, Trial
 from virtualgpu.run.fit.table import Price
-from virtualgpu.run.trials import programs, steps
 
 GIB = 2**30
 fork = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
@@ -104,7 +103,7 @@ ARGPARSE = "usage: a.py\na.py: error: unrecognized arguments: --n=4\n" + TORCHRU
     ],
 )
 def test_the_error_that_ended_a_program(printed, error):
-    found = steps.error(printed)
+    found = trials.error(printed)
     assert found.endswith(error) and bool(found) == bool(error)
 
 
@@ -120,9 +119,9 @@ def test_the_error_that_ended_a_program(printed, error):
     ],
 )
 def test_programs_that_might_meet_at_a_port_run_one_after_the_other(monkeypatch, command, gpus, several):
-    monkeypatch.setattr(programs.os, "sched_getaffinity", lambda pid: range(4), raising=False)
-    monkeypatch.setattr(programs, "ROOM", 1)
-    assert programs.side_by_side(command.split(), gpus) == (4 if several else 1)
+    monkeypatch.setattr(trials.os, "sched_getaffinity", lambda pid: range(4), raising=False)
+    monkeypatch.setattr(trials, "ROOM", 1)
+    assert trials.side_by_side(command.split(), gpus) == (4 if several else 1)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +263,7 @@ def tried(tmp_path_factory, shared):
             path.write_text(program)
             words = [str(path) if word == "@" else word for word in command.split()]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(programs, "ScriptServer", lambda: shared)
+                patch.setattr(trials, "ScriptServer", lambda: shared)
                 done[name] = search.run(words, **options)
         return done[name]
 
@@ -358,8 +357,8 @@ def test_what_a_full_disk_left_out_is_not_laid_at_the_programs_door(monkeypatch)
 def test_processes_without_a_rank_of_which_one_ran_out_of_memory(tmp_path):
     """As torch.multiprocessing starts them."""
     for pid, asked in enumerate([None, 512, None]):
-        (tmp_path / f"{pid}.{steps.LEFT}").write_text(json.dumps([-1, [], asked, [], 0]))
-    assert {process.asked for process in steps.collect(str(tmp_path))} == {None, 512}
+        (tmp_path / f"{pid}.{trials.LEFT}").write_text(json.dumps([-1, [], asked, [], 0]))
+    assert {process.asked for process in trials.collect(str(tmp_path))} == {None, 512}
 
 
 @fork
@@ -374,7 +373,7 @@ def test_a_loaders_worker_is_no_rank(tmp_path):
     worker.start()
     worker.join()
     watch.leave(str(tmp_path))
-    assert sorted(len(process.ends) for process in steps.collect(str(tmp_path))) == [0, 2]
+    assert sorted(len(process.ends) for process in trials.collect(str(tmp_path))) == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -118,11 +118,6 @@ def test_where_it_has_died_programs_start_anew(environ, script):
     started.kill()  # what it has started goes on, and ends as any process does
     assert started.wait(10) == -signal.SIGKILL
     python.end()
-    python = ScriptServer()  # nobody waits for one that ends before it is warm
-    python._begin(environ)
-    python._process.kill()
-    assert python.start(command, environ, output) is None
-    python.end()
 
 
 # -- What multiprocessing spawns

@@ -18,8 +18,8 @@ from jupyter_client.manager import start_new_kernel
 
 from tests.processes import family, runs, wait_until
 from virtualgpu import scratch
-from virtualgpu.run.trials import programs as trials
-from virtualgpu.run.trials.programs import Programs, ended_by_sigterm
+from virtualgpu.run import trials
+from virtualgpu.run.trials import Programs, ended_by_sigterm
 
 ROOT = Path(__file__).resolve().parents[3]
 tells_environments = pytest.mark.skipif(sys.platform != "linux", reason="reads other processes' environments")

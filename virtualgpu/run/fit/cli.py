@@ -14,8 +14,7 @@ from virtualgpu.run.fit import search, table
 from virtualgpu.run.fit.search import Range, Trial
 from virtualgpu.run.fit.table import Price, load
 from virtualgpu.run.options import listed, split, whole_number
-from virtualgpu.run.trials.programs import ended_by_sigterm
-from virtualgpu.run.trials.steps import line
+from virtualgpu.run.trials import ended_by_sigterm, line
 
 # -- `virtualgpu.fit`: what `python -m virtualgpu fit` does, from Python or a notebook.
 

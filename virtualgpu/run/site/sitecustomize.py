@@ -145,6 +145,6 @@ def _next_sitecustomize():
 
 if __name__ == "sitecustomize":  # run/prefork.py takes the finder alone
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != _HERE]
-    if os.environ.get("VIRTUALGPU") or os.environ.get("VIRTUALGPU_PROFILED"):
+    if os.environ.get("VIRTUALGPU"):
         sys.meta_path.insert(0, _Finder())
     _next_sitecustomize()

@@ -1,26 +1,147 @@
-"""Optimizer steps of a tried program on the simulated clock, what it printed, and how far the trials are."""
+"""What `fit` and `--explain` share: programs side by side, none of them left at the end, also where this process is killed; the steps that they made
+(`steps` counts them), what they printed, and how far the trials are."""
 
 import contextlib
+import errno
 import itertools
 import os
 import re
 import signal
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import NamedTuple
 
 from virtualgpu.environment import DRY_HAS_NO_VALUES
 from virtualgpu.run import cli, results
+from virtualgpu.run.prefork import ScriptServer
+from virtualgpu.run.processes import Warden, kill_tree
 from virtualgpu.run.report import size
 
-# -- Optimizer steps of a program, on the simulated clock: `python -m virtualgpu fit` asks for a few and ends the program after them.
-#
-# Each process notes when its optimizer has stepped, and whether a GPU ran out of memory; at the end it leaves both in the runner's folder.
-# A step is one of the optimizer that stepped first, so that two optimizers (of a GAN, say) are one step.
+LAUNCHER = re.compile(r"(^|/)(torchrun|accelerate|deepspeed)$|^torch\.distributed\.(run|launch)$")
+ROOM = 2 << 30  # bytes of this machine's memory that a trial may take: PyTorch, and a model's shapes
 
-if TYPE_CHECKING:
-    from virtualgpu.run.trials.rows import Rows
+
+def side_by_side(command: Sequence[str], gpus: Sequence[int]) -> int:
+    """How many trials at a time: one a core, as far as this machine's memory goes; one, where they might meet at the same port."""
+    launched = max(gpus) > 1 or any(LAUNCHER.search(word) for word in command)
+    if launched and "--standalone" not in command:
+        return 1
+    free = None
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as file:
+        free = 1024 * int(file.read().partition("MemAvailable:")[2].split()[0])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, (free or ROOM) // ROOM))
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """In this block SIGTERM leaves no program, as an interrupt does not: it raises SystemExit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Programs:
+    """Those that run now; at the block's end, and at an interrupt, none of them is left."""
+
+    def __init__(self):
+        self._lock, self._running, self._ended = threading.Lock(), set(), False
+
+    def __enter__(self) -> "Programs":
+        self._warden, self._scripts = Warden(), ScriptServer()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.end()
+        self._warden.dismiss()
+
+    def run(self, command: list[str], environ: dict[str, str], output, limit: float | None = None) -> int | None:
+        """The program's exit status, once it has ended; None where it was ended after `limit` seconds. What it printed is in `output`, a file."""
+        if threading.current_thread() is threading.main_thread():
+            # there an interrupt could come in the midst of Popen, and leave a program that nobody knows
+            return self.side_by_side(lambda _: self.run(command, environ, output, limit), [None], 1)[0]
+        with self._lock:
+            if self._ended:
+                raise InterruptedError("the search was ended")
+            child = self._scripts.start(command, environ, output) or subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._running.add(child)
+            self._warden.note("begun", child.pid)
+        try:
+            status = child.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with self._lock:
+                self._running.discard(child)
+            kill_tree(child.pid)  # what it left behind
+            child.kill()
+            child.wait()
+            with self._lock:
+                self._warden.note("ended", child.pid)
+        if self._ended:
+            raise InterruptedError("the search was ended")
+        return status
+
+    def output_of(
+        self, command: Sequence[str], environ: Mapping[str, str], folder: str, limit: float | None = None
+    ) -> tuple[int | None, str]:
+        """As `run`: the exit status, and all that the program printed, which is kept in `folder` meanwhile."""
+        output = os.path.join(folder, "output")
+        with open(output, "wb") as file:
+            status = self.run(cli.command(list(command), environ.get("PATH")), dict(environ), file, limit)
+        with open(output, encoding="utf-8", errors="replace") as file:
+            return status, file.read()
+
+    def side_by_side(self, function: Callable, items: Iterable, jobs: int) -> list:
+        """What the function, which runs programs, returns for each item: so many at a time. Raises what one of them raises, what a
+        signal's handler does, and OSError where no thread can be started; then no program is left.
+
+        The main thread wakes now and then: a signal that the system gave to another thread is handled only then.
+        """
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                try:
+                    futures = [pool.submit(function, item) for item in items]
+                except RuntimeError as error:  # no thread more
+                    raise OSError(errno.EAGAIN, str(error)) from None
+                while True:
+                    done, running = wait(futures, 0.5, FIRST_EXCEPTION)
+                    for future in done:
+                        future.result()  # raises what it raised
+                    if not running:
+                        return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.end()
+                raise
+
+    def end(self) -> None:
+        """All of them are ended, with what they started, and no other begins."""
+        self._scripts.end()  # nobody waits for it to be warm
+        with self._lock:
+            self._ended, running = True, list(self._running)
+        for child in running:
+            kill_tree(child.pid)
+            child.kill()
+
+
+# -- Optimizer steps of a program, on the simulated clock, as each of its processes left them in the runner's folder.
 
 LEFT = "steps"
 
@@ -28,7 +149,7 @@ LEFT = "steps"
 class Steps(NamedTuple):
     """One process's. ends: simulated seconds at which each step was queued and done. busy: seconds for which the busiest GPU had worked by
     then. asked: bytes that could not be had, or None. rows: shapes that went into the model in the last step, each with its calls; passes:
-    backward passes of it, of which several optimizers make one (run/trials/rows.py)."""
+    backward passes of it, of which several optimizers make one (`steps.Rows`)."""
 
     rank: int
     ends: list[float]
@@ -52,74 +173,6 @@ class Steps(NamedTuple):
 
 def _between(moments: Sequence[float]) -> list[float]:
     return [end - start for start, end in itertools.pairwise(moments)]
-
-
-class StepCounter:
-    """Counts this process's steps: those of the optimizer that stepped first. After `most` of them it raises SystemExit, as if the program
-    had come to its end; 0: it never does."""
-
-    def __init__(self, most: int):
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        self.most, self.count, self.several = most, 0, False
-        self.first: int | None = None
-        register_optimizer_step_post_hook(self._stepped)
-
-    def _stepped(self, optimizer, *_) -> None:
-        self.first = self.first or id(optimizer)
-        if id(optimizer) != self.first:
-            self.several = True
-            return
-        self.count += 1
-        self.on_step()
-        if self.count == self.most:
-            raise SystemExit(0)
-
-    def on_step(self) -> None:
-        """After each of them."""
-        raise NotImplementedError
-
-
-class Watch(StepCounter):
-    """Notes when each step was done, on the simulated clock. rows: looks on at what goes into the model, where somebody asks for it."""
-
-    def __init__(self, machine, most: int, rows: "Rows | None" = None):
-        super().__init__(most)
-        self.machine, self.rows = machine, rows
-        self.ends: list[float] = []
-        self.busy: list[float] = []
-        self.asked: int | None = None
-        for gpu in machine.gpus:
-            gpu.memory.watch(self._heard)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._begin_anew)
-
-    def on_step(self) -> None:
-        """A step was made."""
-        self.ends.append(self.machine.clock.latest())
-        self.busy.append(max(self.machine.clock.busy))
-        if self.rows is not None:
-            self.rows.stepped()
-
-    def _heard(self, action: str, address: int, size: int, stream: int, block) -> None:
-        if action == "oom":
-            self.asked = size
-
-    def _begin_anew(self) -> None:
-        """In a process that was forked: its parent's steps are not its own."""
-        self.count, self.first, self.several, self.ends, self.busy, self.asked = 0, None, False, [], [], None
-        if self.rows is not None:
-            self.rows.stepped()
-
-    def leave(self, folder: str) -> None:
-        """For `collect`."""
-        from virtualgpu import environment
-
-        shapes = [] if self.rows is None else list(self.rows.last.items())
-        passes = 0 if self.rows is None else self.rows.passes
-        passes = min(1, passes) if self.several else passes
-        steps = Steps(environment.rank(), self.ends, self.asked, shapes, passes, self.busy)
-        results.leave(folder, LEFT, steps)
 
 
 def lacking(processes: Iterable[Steps], output: str) -> str:
