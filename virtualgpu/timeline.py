@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from virtualgpu import session
 from virtualgpu.session.blocks import recording
+from virtualgpu.timing.clock import Clock
 from virtualgpu.timing.trace import Span
 
 NOT_COMPUTING = ("copy", "waiting", "communication")  # kinds of spans
@@ -71,10 +72,10 @@ class Timeline:
         return 100 * (1 - sum(map(computing, self.rows.values())) / (len(self.rows) * self.seconds))
 
     def __enter__(self) -> "Timeline":
-        virtual = session.machine() is not None
-        if not virtual and not torch.cuda.is_available():
+        machine = session.machine()
+        if machine is None and not torch.cuda.is_available():
             raise RuntimeError("a timeline needs GPUs, real or virtual: call gpus(2) first")
-        self._block = self._simulated() if virtual else self._measured()
+        self._block = self._measured() if machine is None else self._simulated(machine.clock)
         self._block.__enter__()
         return self
 
@@ -82,9 +83,9 @@ class Timeline:
         self._block.__exit__(*error)
 
     @contextlib.contextmanager
-    def _simulated(self) -> Iterator[None]:
+    def _simulated(self, clock: Clock) -> Iterator[None]:
         """The block begins when the work queued before it is done, and ends with its own."""
-        self.origin, clock = "simulated", session.machine().clock
+        self.origin = "simulated"
         clock.wait()
         start = clock.host
         try:

@@ -30,7 +30,7 @@ from virtualgpu.run.processes import end_marked
 DEFAULT = 2  # GPUs, as virtualgpu.gpus()
 
 
-def find_cards(gpus: int | None, like: str, memory: str | None) -> tuple[Card, ...]:
+def find_cards(gpus: int | None, like: str, memory: int | str | None) -> tuple[Card, ...]:
     """`gpus` cards like `like`: a name, a file, or several with commas. Raises ValueError, in a sentence."""
     if gpus is None and ("," not in like or os.path.exists(like)):
         gpus = DEFAULT
