@@ -202,22 +202,29 @@ def serve(number: int) -> types.CodeType:
         if not message:
             os._exit(0)
         files = array.array("i", rights[0][2])
-        from_between, to_server = os.pipe()
+        ours, theirs = socket.socketpair()
         between = os.fork()
         if not between:
             pid = os.fork()
             if pid:
-                os.write(to_server, b"%d" % pid)
+                theirs.send(b"%d" % pid)
                 os._exit(0)  # and whoever asked adopts it
-            for end in (requests.detach(), from_between, to_server):
-                os.close(end)
+            requests.close()
+            ours.close()
+            if not theirs.recv(
+                1
+            ):  # the server was killed before it could tell the number: nobody would know this process
+                os._exit(0)
+            theirs.close()
             signal.signal(signal.SIGINT, interrupt)
             return _become(message, files)
-        for end in (to_server, *files):
-            os.close(end)
+        for file in files:
+            os.close(file)
+        theirs.close()
         os.waitpid(between, 0)
-        requests.send(os.read(from_between, 32))
-        os.close(from_between)
+        with ours:
+            requests.send(ours.recv(32))
+            ours.send(b"!")
 
 
 def _become(asked: bytes, files: Sequence[int]) -> types.CodeType:

@@ -66,10 +66,6 @@ def script(request, tmp_path):
 class Shared(ScriptServer):
     """One for all searches of a session: no test waits until PyTorch is imported again."""
 
-    def start(self, command, environ, output):
-        environ = {name: value for name, value in environ.items() if name != "PYTEST_CURRENT_TEST"}
-        return super().start(command, environ, output)
-
     def end(self):
         """A search has ended, not the session."""
 

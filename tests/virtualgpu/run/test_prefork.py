@@ -63,7 +63,7 @@ def environ(clean_environ, tmp_path):
     cards = tuple(cli.find_cards(2, "T4", None))
     settings = environment.Settings(cards, dry=True, steps=3, folder=str(tmp_path / "left"))
     os.mkdir(settings.folder)
-    return cli.environment_of(settings, clean_environ | {"PYTEST_CURRENT_TEST": ""})
+    return cli.environment_of(settings, clean_environ)
 
 
 @pytest.fixture

@@ -200,12 +200,6 @@ def _of_a_library(file: str) -> bool:
 
 
 def frames_of(dump: str) -> list[tuple[str, str, str]]:
-    """File, line and function of each frame that faulthandler wrote, innermost first. It writes what is not ASCII as
-    \\u escapes."""
-    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', dump)
-    return [(_unescaped(file), line, _unescaped(name)) for file, line, name in frames]
-
-
-def _unescaped(text: str) -> str:
-    escape = r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))"
-    return re.sub(escape, lambda match: chr(int(match[match.lastindex or 0], 16)), text)
+    """File, line and function of each frame that faulthandler wrote, innermost first; what is not ASCII it wrote as \\u escapes."""
+    text = dump.encode("ascii", "backslashreplace").decode("unicode_escape")
+    return re.findall(r'File "(.*)", line (\d+) in (.*)', text)
