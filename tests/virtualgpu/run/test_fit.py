@@ -381,7 +381,7 @@ def test_a_loaders_worker_is_no_rank(tmp_path):
 )
 def test_json_and_the_exit_status(monkeypatch, capsys, ended, status):
     trials = [Trial("T4", 1, {"batch-size": "8"}, how, 2**29, GIB) for how in ended]
-    monkeypatch.setattr(search, "run", lambda command, **options: trials)
+    monkeypatch.setattr(search, "run", lambda *arguments: trials)
     assert fit_cli.main(["--json", "--memory", "1GB", "--vary", "batch-size=8", "train.py"]) == status
     records = json.loads(capsys.readouterr().out)
     assert [record["status"] for record in records] == ended and records[0]["capacity"] == GIB
@@ -390,8 +390,8 @@ def test_json_and_the_exit_status(monkeypatch, capsys, ended, status):
 
 
 def test_an_interrupt_tells_what_there_is(monkeypatch, capsys):
-    def stop(arguments, **options):
-        options["on_trial"](Trial("T4", 1, {}, "fits", GIB, 16 * GIB, 0.5, 1, used=1))
+    def stop(*arguments):
+        arguments[-1](Trial("T4", 1, {}, "fits", GIB, 16 * GIB, 0.5, 1, used=1))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(search, "run", stop)

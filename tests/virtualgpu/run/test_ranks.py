@@ -53,37 +53,6 @@ def test_one_rank_of_many(run):
     assert "Time stats" not in ended.stderr
 
 
-TIMES = """
-import os, torch
-import torch.distributed as dist
-
-rank = int(os.environ["LOCAL_RANK"])
-torch.cuda.set_device(rank)
-dist.init_process_group("nccl")
-found = []
-for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-    elapsed = torch.tensor([0.25 + rank], device="cuda")
-    dist.all_reduce(elapsed, op=op)
-    found.append(elapsed.item())
-rates, rate = [torch.zeros(1, device="cuda") for _ in range(2)], torch.tensor([rank + 1.5]).cuda()
-dist.all_gather(rates, rate)
-dist.broadcast(rate, src=1)
-loss = torch.rand(1000, device="cuda").mean()
-dist.all_reduce(loss)
-if rank == 0:
-    print(found, torch.stack(rates).mean().item(), rate.tolist(), loss.item() - loss.item())
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize(("options", "nothing"), [(["--dry"], "nan"), ([], "0.0")])
-def test_measured_times_are_known_in_a_dry_run(run, tmp_path, options, nothing):
-    (tmp_path / "program.py").write_text(TIMES)
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", 2, tmp_path / "program.py")
-    ended = run(*options, "--gpus", 2, "--quiet", *torchrun)
-    assert ended.stdout == f"[1.25, 1.5, 0.75] 2.0 [2.5] {nothing}\n", ended.stderr
-
-
 ALIKE = """
 import os, torch, virtualgpu
 import torch.distributed as dist

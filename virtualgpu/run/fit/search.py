@@ -150,7 +150,7 @@ def run(
     vary: Mapping[str, Sequence[str] | Range] | None = None,
     world_size: int | None = None,
     memory: str | None = None,
-    step: int = 4,
+    most: int = 4,
     jobs: int | None = None,
     samples: str | None = None,
     limit: float | None = None,
@@ -159,8 +159,7 @@ def run(
     """Every card with every number of GPUs and every combination of values; ranges are searched, and their trials are all given.
 
     command: what would follow `python -m virtualgpu`; {gpus} and {name} in it stand for the trial's own. A value goes to the option
-    of that name, which is added where the command has none. step: how many optimizer steps a program makes. on_trial: called with each
-    trial as it ends. All else is as of `virtualgpu.fit`.
+    of that name, which is added where the command has none. most: how many optimizer steps a program makes. All else is as of `virtualgpu.fit`.
 
     Raises ValueError for a card that is not known, a range that is none or a product that is none. An interrupt ends all programs.
     """
@@ -180,7 +179,7 @@ def run(
     with Programs() as programs:
 
         def trial(card: str, count: int, values: dict[str, str]) -> Trial:
-            settings = environment.Settings(cards[card] * count, dry=True, steps=step)
+            settings = environment.Settings(cards[card] * count, dry=True, steps=most)
             if world_size is not None:
                 settings = settings._replace(cards=cards[card], single_rank=(world_size, 0, 8))
             held = {"gpus": str(count), **values}
