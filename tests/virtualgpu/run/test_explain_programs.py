@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from tests.virtualgpu.run.test_fit import TRAIN
 from virtualgpu import environment
 from virtualgpu.run import cli
 from virtualgpu.run.explain import cli as explain
@@ -173,44 +174,29 @@ def test_a_slow_loader(explained, workers, layers, width, rows):
 
 # -- Programs that fail, and those that make too few steps
 
-PROGRAM = """
-import sys, torch
-from torch import nn
-fault = sys.argv[1]
-model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range({"half": 2, "one": 1}.get(fault, 10**6)):
-    optimizer.zero_grad()
-    rows = 10**7 if fault == "memory" and step == 3 else 512
-    model(torch.randn(rows, 1024, device="cuda")).square().mean().backward()
-    if fault == "key" and step == 3:
-        {}["missing"]
-    if fault == "half" and torch.is_autocast_enabled("cuda"):
-        torch.empty(10**12, device="cuda")
-    optimizer.step()
-"""
-ON_CPU = PROGRAM.replace(".cuda()", "").replace(', device="cuda"', "")
+PROGRAM = TRAIN
+ON_CPU = TRAIN.replace("torch.cuda.set_device(rank)", "").replace(".cuda()", "").replace(', device="cuda"', "")
 
 
 @pytest.mark.parametrize(
-    "program, fault, message",
+    "program, options, message",
     [
-        (PROGRAM, "key", "KeyError: 'missing' (train it.py:12)"),
-        (PROGRAM, "memory", "out of memory: 38.15 GiB more were asked for"),
+        (TRAIN, "--fault key", "KeyError: 'missing' (train it.py:25)"),
+        (TRAIN, "--batch-size 10000000", "out of memory: 38.15 GiB more were asked for"),
         (ON_CPU, "", "the program used no GPU"),
         ("import time\ntime.sleep(1000)\n", "", explain.NOT_ENDED),
     ],
 )
-def test_a_program_that_fails_says_how(tmp_path, warm, program, fault, message):
+def test_a_program_that_fails_says_how(tmp_path, warm, program, options, message):
     path = tmp_path / "train it.py"
     path.write_text(program)
     limit = 0.5 if "sleep" in program else None
-    assert explain.run([str(path), fault], settings_of("T4"), limit=limit).failed == message
+    assert explain.run([str(path), *options.split()], settings_of("T4"), limit=limit).failed == message
 
 
-@pytest.mark.parametrize("fault, status", [("half", 0), ("one", 2)])
-def test_two_steps_are_enough_and_a_run_that_fails_is_told(script, capsys, warm, fault, status):
-    assert cli.main(["--explain", "--gpus", "1", "--like", "P100", "--json", script, fault]) == status
+@pytest.mark.parametrize("options, status", [("--fault half --steps 2", 0), ("--steps 1", 2)])
+def test_two_steps_are_enough_and_a_run_that_fails_is_told(script, capsys, warm, options, status):
+    assert cli.main(["--explain", "--gpus", "1", "--like", "P100", "--json", script, *options.split()]) == status
     record = json.loads(capsys.readouterr().out)
     too_few = "the program ended after 1 step of an optimizer of torch.optim: two at least can be told of"
     assert record["failed"] == (too_few if status else "")

@@ -151,6 +151,7 @@ parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--fault", default="")
 parser.add_argument("--micro-steps", type=int, default=1)
 parser.add_argument("--total", action="store_true")
+parser.add_argument("--steps", type=int, default=10**6)
 options = parser.parse_args()
 rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 batch_size = options.batch_size // (ranks if options.total else 1)
@@ -160,7 +161,7 @@ if "RANK" in os.environ:
     torch.distributed.init_process_group("nccl")
     model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(10**6):
+for step in range(options.steps):
     optimizer.zero_grad()
     for micro in range(options.micro_steps):
         loss = model(torch.randn(batch_size, 1024, device="cuda")).square().mean()
@@ -169,6 +170,8 @@ for step in range(10**6):
         {}["missing"]
     if options.fault == "value" and loss.item() > 1:
         print("large")
+    if options.fault == "half" and torch.is_autocast_enabled("cuda"):
+        torch.empty(10**12, device="cuda")
     optimizer.step()
 """
 GAN = """
@@ -237,12 +240,12 @@ TRIALS = {
     "two optimizers": (GAN, "@ --batchSize 16", {}, [{"samples": 16}], ""),
     "checkpoints": (CHECKPOINTED, "@ --batch-size 16", {}, [{"samples": 48}], ""),
     "a rank that fails": (
-        TRAIN, RANKS + "@ --fault key", {"gpus": [2]}, [{"status": "failed", "words": "KeyError: 'missing' (train it.py:24)"}],
-        "failed: KeyError: 'missing' (train it.py:24)",
+        TRAIN, RANKS + "@ --fault key", {"gpus": [2]}, [{"status": "failed", "words": "KeyError: 'missing' (train it.py:25)"}],
+        "failed: KeyError: 'missing' (train it.py:25)",
     ),
     "an idle GPU": (
         TRAIN, "@ --fault value", {"gpus": [1, 2]},
-        [{"status": "fits", "used": 1, "reads": "train it.py:25"}, {"used": 1}], "1 of 2 GPUs stayed idle: the program uses 1",
+        [{"status": "fits", "used": 1, "reads": "train it.py:26"}, {"used": 1}], "1 of 2 GPUs stayed idle: the program uses 1",
     ),
     "compiled": (COMPILED, "@", {}, [{"notes": (EAGER,)}], EAGER),
     "no GPU": (GOES, "@", {}, [{"status": "failed", "words": "the program used no GPU, and said at its end: I need two."}], ""),
@@ -295,7 +298,7 @@ def test_bytes_and_seconds_of_trials(tried):
     assert f"{100 * one.step / two.step:.0f} %" in table.lines(trials, {})[2]
     _, two = trials = tried("an idle GPU")
     assert table.efficiency(two, trials) == pytest.approx(0.5)
-    assert "\ntrain it.py:25 reads a value of the GPU: a dry run has nan there" in "\n".join(table.lines(trials, {}))
+    assert "\ntrain it.py:26 reads a value of the GPU: a dry run has nan there" in "\n".join(table.lines(trials, {}))
 
 
 def test_a_search_for_the_largest(tmp_path, monkeypatch, warm):
