@@ -194,7 +194,7 @@ def test_a_program_that_fails_says_how(tmp_path, warm, program, options, message
     assert explain.run([str(path), *options.split()], settings_of("T4"), limit=limit).failed == message
 
 
-@pytest.mark.parametrize("options, status", [("--fault half --steps 2", 0), ("--steps 1", 2)])
+@pytest.mark.parametrize("options, status", [("--fault half --steps 2 --batch-size 512", 0), ("--steps 1", 2)])
 def test_two_steps_are_enough_and_a_run_that_fails_is_told(script, capsys, warm, options, status):
     assert cli.main(["--explain", "--gpus", "1", "--like", "P100", "--json", script, *options.split()]) == status
     record = json.loads(capsys.readouterr().out)

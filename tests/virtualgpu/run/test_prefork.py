@@ -26,7 +26,7 @@ SCRIPTS = {
     ),
     "virtualgpu before torch": (
         "import virtualgpu.session as s\nfrom virtualgpu.hardware import specs\n"
-        "print(s._session.cards[0] == specs.find('T4'))"
+        "print(s._session.cards[0] == specs.find_spec('T4'))"
     ),
     "what main is": (
         "import __main__, inspect, os, pickle, sys\nclass A: pass\n"

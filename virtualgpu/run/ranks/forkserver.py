@@ -107,10 +107,14 @@ def room_for_processes() -> Iterator[None]:
 
 
 # Imported before any rank is forked: what each would import by itself takes half of the time until its function begins
-PRELOADED = (
-    *("cloudpickle", "torch._dynamo", "virtualgpu.session", "virtualgpu.run.ranks"),
-    *("virtualgpu.distributed.dtensor", "virtualgpu.distributed.parallel"),
-)
+PRELOADED = [
+    "cloudpickle",
+    "torch.distributed.pipelining",  # which brings PyTorch's compiler
+    "virtualgpu.session",
+    "virtualgpu.run.ranks",
+    "virtualgpu.distributed.dtensor",
+    "virtualgpu.distributed.parallel",
+]
 
 
 def context() -> Any:
@@ -119,7 +123,7 @@ def context() -> Any:
         return multiprocessing.get_context("spawn")
     for_sockets()
     chosen = multiprocessing.get_context("forkserver")
-    chosen.set_forkserver_preload(list(PRELOADED))
+    chosen.set_forkserver_preload(PRELOADED)
     return chosen
 
 
