@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from virtualgpu.environment import Settings
+from virtualgpu.hardware.units import text_table
 from virtualgpu.run import cli, results, trials
 from virtualgpu.run.explain.changes import (
     COMMUNICATION,
@@ -30,7 +31,6 @@ from virtualgpu.run.explain.changes import (
     collect,
     mean,
 )
-from virtualgpu.run.report import columns as aligned
 from virtualgpu.run.report import names
 from virtualgpu.run.trials import Programs, ended_by_sigterm, side_by_side
 
@@ -223,7 +223,7 @@ def lines(explanation: Explanation, where: str) -> list[str]:
     if any(parts.hidden >= 5e-8 for _, parts in columns):
         rows.append(_line("communication hidden by computing", columns, lambda parts: parts.hidden))
     rows.insert(0, ["", *(head for head, _ in columns)])
-    text = [f"virtualgpu: {where}: where an optimizer's step goes", *aligned(rows, left=(0,), gap="   ")]
+    text = [f"virtualgpu: {where}: where an optimizer's step goes", *text_table(rows, left=(0,), gap="   ")]
     if explanation.has_loader:
         text.append("The loader was measured on this machine; all other times are simulated.")
     text += sentences(explanation)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from virtualgpu.hardware.units import text_table
 from virtualgpu.run.fit.search import Trial, largest
-from virtualgpu.run.report import columns, size
+from virtualgpu.run.report import size
 from virtualgpu.run.trials import not_known
 
 # -- What a GPU costs per hour: a dated table, which the reader may replace.
@@ -136,7 +137,7 @@ def lines(
             )
         )
     keep = [index for index in range(len(rows[0])) if any(row[index] for row in rows[1:])]
-    text = columns([tuple(row[index] for index in keep) for row in rows])
+    text = text_table([tuple(row[index] for index in keep) for row in rows])
     if cheapest is not None:
         if decided:
             text.append("<: the cheapest that fits, and what costs as much within the clock's error.")
