@@ -138,6 +138,8 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "cuBLAS workspac
 MAX_LINES = 10  # lines of a program that are told; the rest is one line
 LIBRARIES = ("torch", "torchvision", "virtualgpu", "contextlib", "threading")  # a line in these is nobody's to change
 Frame = tuple[str, int, str]  # file, line and function
+OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+STANDARD_LIBRARY = os.path.join(os.path.dirname(os.path.abspath(os.__file__)), "")
 
 
 class LiveBlock(NamedTuple):
@@ -176,6 +178,14 @@ def leave(folder: str, peaks: Iterable[Peak]) -> None:
     peaks = [peak._replace(rank=environment.rank(), pid=os.getpid()) for peak in peaks]
     if peaks:
         results.leave(folder, LEFT, peaks)
+
+
+def is_the_programs(file: str) -> bool:
+    """Of the program, not of Python, a package, a command such as torchrun, or ours."""
+    others = (OURS, STANDARD_LIBRARY, "<frozen ")
+    is_installed = "site-packages" in file or "dist-packages" in file
+    is_command = os.path.basename(os.path.dirname(file)) == "bin" and not file.endswith(".py")
+    return not file.startswith(others) and not is_installed and not is_command
 
 
 def own_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:

@@ -19,7 +19,7 @@ from virtualgpu.environment import DRY_HAS_NO_VALUES
 from virtualgpu.run import cli, results
 from virtualgpu.run.prefork import ScriptServer
 from virtualgpu.run.processes import Warden, kill_tree
-from virtualgpu.run.report import size
+from virtualgpu.run.report import is_the_programs, size
 
 LAUNCHER = re.compile(r"(^|/)(torchrun|accelerate|deepspeed)$|^torch\.distributed\.(run|launch)$")
 ROOM = 2 << 30  # bytes of this machine's memory that a trial may take: PyTorch, and a model's shapes
@@ -199,7 +199,6 @@ RANK = re.compile(r"^\[[\w:]*rank\d+\]:\s?")
 CONSEQUENCES = re.compile(
     r"ChildFailedError|ProcessExitedException|ProcessRaisedException|DistBackendError|RendezvousConnectionError"
 )
-PACKAGE = os.path.dirname(cli.HERE)
 
 
 def reads(output: str) -> str:
@@ -236,7 +235,7 @@ def error(output: str) -> str:
         head = RANK.match(line)
         rank, line = (head[0], line[head.end() :]) if head else ("", line)
         if where := PLACE.search(line):
-            if _is_the_programs(where[1]):
+            if is_the_programs(where[1]) and not where[1].startswith("<"):
                 places[rank] = f" ({os.path.basename(where[1])}:{where[2]})"
         elif line.startswith("Traceback"):
             places[rank] = ""
@@ -250,12 +249,6 @@ def last_line(output: str) -> str:
     """What it printed last, if anything."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return lines[-1][:300] if lines else ""
-
-
-def _is_the_programs(path: str) -> bool:
-    """Of the program, not of Python, a package or a command such as torchrun."""
-    others = (PACKAGE + os.sep, sys.base_prefix + os.sep, sys.prefix + os.sep, "<")
-    return "site-packages" not in path and not path.startswith(others) and os.path.basename(path) != "torchrun"
 
 
 # -- While `fit` and `--explain` run: how far they are. A line on a terminal, or in a notebook's cell; gone at the end.

@@ -83,25 +83,15 @@ def raises(error):
     return stand_in
 
 
-@pytest.mark.parametrize(
-    ("place", "name", "error", "messages"),
-    [
-        (
-            threading.Thread,
-            "start",
-            RuntimeError("can't start new thread"),
-            ["no process or thread more", "`ulimit -u`"],
-        ),
-        (cli, "run", OSError(11, "Resource temporarily unavailable"), ["temporarily unavailable", "`ulimit -u`"]),
-        (cli, "run", OSError(24, "Too many open files"), ["Too many open files", "`ulimit -n 1024`"]),
-        (
-            scratch.tempfile,
-            "gettempdir",
-            FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),
-            ["No usable temporary directory", "set TMPDIR"],
-        ),
-    ],
-)
+NO_FOLDER = FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+
+@pytest.mark.parametrize(("place", "name", "error", "messages"), [
+    (threading.Thread, "start", RuntimeError("can't start new thread"), ["no process or thread more", "`ulimit -u`"]),
+    (cli, "run", OSError(11, "Resource temporarily unavailable"), ["temporarily unavailable", "`ulimit -u`"]),
+    (cli, "run", OSError(24, "Too many open files"), ["Too many open files", "`ulimit -n 1024`"]),
+    (scratch.tempfile, "gettempdir", NO_FOLDER, ["No usable temporary directory", "set TMPDIR"]),
+])  # fmt: skip
 def test_what_the_system_has_no_more_of_is_said_with_the_cure(monkeypatch, capsys, place, name, error, messages):
     monkeypatch.setattr(place, name, raises(error))
     error = refusal(capsys, "fit x.py" if place is threading.Thread else "x.py")

@@ -156,14 +156,7 @@ ONCE = [  # options and program, variables, whether it starts anew; status, outp
     (["--quiet", "nowhere.py"], {}, True, 2, "", NO_FILE),
     # the collector leaves PyTorch's objects alone; an optimizer imports Triton, whose bindings would print at the end
     (["--quiet", "-c", COLLECTS], {}, True, 0, "True True True\n", ""),
-    (
-        ["--gpus", "3", "--quiet", "bash", "run.sh", "--dry", "two words"],
-        {},
-        False,
-        5,
-        "3 cuda:0\n--dry two words\n",
-        "",
-    ),
+    (["--gpus", "3", "--quiet", "bash", "run.sh", "--dry"], {}, False, 5, "3 cuda:0\n--dry\n", ""),
 ]
 
 
