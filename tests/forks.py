@@ -20,7 +20,6 @@ import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from unittest import mock
 
 from virtualgpu.run import cli, prefork
 
@@ -77,7 +76,6 @@ OWN = re.compile(
     + "|HELPERS_GPUS|PATH|PYTHONPATH|TMPDIR|HOME|USERPROFILE|CUDA_MODULE_LOADING|TRITON_INTERPRET|OMP_(NUM_THREADS|WAIT_POLICY)|TORCHELASTIC_.*|TORCH_NCCL_.*|(GROUP|ROLE|LOCAL)_.*|JPY_PARENT_PID|CLICOLOR(_FORCE)?|FORCE_COLOR|TERM|(GIT_)?PAGER|MPLBACKEND|PYDEVD_USE_FRAME_EVAL|TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 )
 BEFORE = cli.defaults({}) | os.environ  # what tests set is theirs
-_one = threading.Lock()  # at a time has this process's environment replaced
 
 
 class WarmPython(prefork.SpawnServer):
@@ -87,14 +85,11 @@ class WarmPython(prefork.SpawnServer):
         super().__init__()
         self.environ = environ
 
-    def fork(self, code: str, environ: Mapping[str, str], ends: Sequence[int]) -> int | None:
+    def start_code(self, code: str, environ: Mapping[str, str], ends: Sequence[int]) -> int | None:
         """The number of a child of this process that runs this code; None where it needs a Python of its own."""
         if sys.platform != "linux" or _common(environ) != _common(self.environ):
             return None
-        with _one, mock.patch.dict(os.environ, self.environ, clear=True):
-            return (
-                self.start(lambda *_: 0, sys.executable, [sys.executable, "-c", code, prefork.SPAWN_WORD], ends) or None
-            )
+        return self.fork(code, self.environ, {number: number for number in {0, 1, 2, *ends}})
 
 
 class _Within(WarmPython):
@@ -110,9 +105,9 @@ class _Within(WarmPython):
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
-        exec(prefork.serve_spawned(other.detach()), {"__name__": "__main__"})
+        exec(prefork.serve(other.detach()), {"__name__": "__main__"})
 
-    def _begin(self, args):
+    def _start(self, environ, flags):
         """It has begun."""
 
 
@@ -140,7 +135,9 @@ class Popen(subprocess.Popen):
                 others[-2],
                 sorted(pass_fds),
             )
-            pid = Popen.python.fork(f"{BEGIN}(*{told!r})", told[1], [end for end in (*ends, *pass_fds) if end > 2])
+            pid = Popen.python.start_code(
+                f"{BEGIN}(*{told!r})", told[1], [end for end in (*ends, *pass_fds) if end > 2]
+            )
         if pid is None:
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)
         self.pid, self._child_created = pid, True

@@ -38,7 +38,7 @@ from graded import Exercise, exercises
 from tqdm import tqdm
 
 from virtualgpu.run.processes import kill_tree
-from virtualgpu.run.trials.programs import ended_by_sigterm
+from virtualgpu.run.trials import ended_by_sigterm
 
 GUARD = Path(__file__).resolve().parent / "guarded"
 LIMIT = 180  # seconds an exercise: graders have limits of their own below it, and say more

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from virtualgpu import scratch
 from virtualgpu.run import cli
 from virtualgpu.run.ranks import forkserver
-from virtualgpu.run.trials.programs import ended_by_sigterm
+from virtualgpu.run.trials import ended_by_sigterm
 
 CELL_LIMIT = 600  # seconds
 DAMAGED = " (too little memory? free some; or a damaged set-up? make clean, then make run)"

@@ -10,9 +10,8 @@ VIRTUALGPU            which virtual GPUs a process has: JSON, which the runner (
                       rank and gpus_per_node of a dry run in which one process plays one rank of many. gpus_per_node: how
                       the GPUs are divided into nodes. network: what joins nodes, as hardware.machine.find_network reads it.
                       sanitize: races raise an error. timers: what the program's time.time() tells, real unless given, or simulated. clock, host: how time is taken, as hardware.machine.find_settings reads them.
-                      steps: end after so many steps of the optimizer (run/trials/steps.py). explain: what a run of --explain
-                      changes (run/explain/changes.py), {} for nothing.
-VIRTUALGPU_PROFILED   JSON: folder, steps. No virtual GPUs: torch.profiler on the real ones (run/explain/real.py): `PROFILED`.
+                      steps: end after so many steps of the optimizer (run/steps.py). explain: what a run of --explain
+                      changes (run/explain/watch.py), {} for nothing.
 CUDA_VISIBLE_DEVICES  which of them a program sees, and in which order: `visible_gpus`.
 CUDA_LAUNCH_BLOCKING  1: the host waits for each kernel: `launch_blocking`.
 RANK                  the number that a launcher gave this process: `rank`.
@@ -38,7 +37,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple
 
-VARIABLE, CROSSCHECK, PROFILED = "VIRTUALGPU", "VIRTUALGPU_CROSSCHECK", "VIRTUALGPU_PROFILED"
+VARIABLE, CROSSCHECK = "VIRTUALGPU", "VIRTUALGPU_CROSSCHECK"
 DRY_HAS_NO_VALUES = (
     "a dry run computes shapes, no values"  # a warning's beginning, by which `fit` knows it among what a program prints
 )

@@ -6,6 +6,7 @@ say decides here whether a GPU's kernel would have asserted.
 """
 
 import re
+from typing import Any
 
 import torch
 
@@ -135,7 +136,7 @@ def _cuda_error(code: int, name: str, what: str, blocking: bool = False) -> Runt
             "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
             "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
         )
-    error = getattr(torch, "AcceleratorError", RuntimeError)(
+    error: Any = getattr(torch, "AcceleratorError", RuntimeError)(
         f"CUDA error: {what}\n{advice}Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
     )
     error.error_code = code

@@ -9,11 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from collections.abc import Iterator
 
 PREFIX = "virtualgpu-"
 YOUNG = 60.0  # seconds in which it may have been made and not be locked yet
@@ -33,10 +29,20 @@ def folder(where: str | None = None) -> str:
         raise FileNotFoundError(error.errno, f"{error.strerror}: {cure}") from None
     sweep(where)
     path = tempfile.mkdtemp(prefix=PREFIX, dir=where)
-    if fcntl is not None:
+    if os.name == "posix":
         _held[path] = os.open(path, os.O_RDONLY)
         hold(_held[path])
     return path
+
+
+@contextlib.contextmanager
+def lent(where: str | None = None) -> Iterator[str]:
+    """A `folder`, removed at the block's end."""
+    path = folder(where)
+    try:
+        yield path
+    finally:
+        remove(path)
 
 
 def remove(path: str) -> None:
@@ -49,15 +55,17 @@ def remove(path: str) -> None:
 def hold(number: int) -> bool:
     """Lock what is open under this number until it is closed. False: another process has it, or this disk knows no locks."""
     try:
+        import fcntl  # not on Windows
+
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (AttributeError, OSError):
+    except (ImportError, OSError):
         return False
     return True
 
 
 def sweep(where: str) -> None:
     """Remove what this user's killed processes left there."""
-    if fcntl is None:
+    if os.name != "posix":
         return
     with contextlib.suppress(OSError), os.scandir(where) as entries:
         for entry in entries:

@@ -20,8 +20,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from virtualgpu import session
-from virtualgpu.run.explain.real import gpu_spans
 from virtualgpu.session.blocks import recording
+from virtualgpu.timing.clock import Clock
 from virtualgpu.timing.trace import Span
 
 NOT_COMPUTING = ("copy", "waiting", "communication")  # kinds of spans
@@ -72,10 +72,10 @@ class Timeline:
         return 100 * (1 - sum(map(computing, self.rows.values())) / (len(self.rows) * self.seconds))
 
     def __enter__(self) -> "Timeline":
-        virtual = session.machine() is not None
-        if not virtual and not torch.cuda.is_available():
+        machine = session.machine()
+        if machine is None and not torch.cuda.is_available():
             raise RuntimeError("a timeline needs GPUs, real or virtual: call gpus(2) first")
-        self._block = self._simulated() if virtual else self._measured()
+        self._block = self._measured() if machine is None else self._simulated(machine.clock)
         self._block.__enter__()
         return self
 
@@ -83,9 +83,9 @@ class Timeline:
         self._block.__exit__(*error)
 
     @contextlib.contextmanager
-    def _simulated(self) -> Iterator[None]:
+    def _simulated(self, clock: Clock) -> Iterator[None]:
         """The block begins when the work queued before it is done, and ends with its own."""
-        self.origin, clock = "simulated", session.machine().clock
+        self.origin = "simulated"
         clock.wait()
         start = clock.host
         try:
@@ -128,6 +128,18 @@ def _trace(profiler: profile) -> list[dict]:
         profiler.export_chrome_trace(f"{folder}/trace.json")
         with open(f"{folder}/trace.json", encoding="utf-8") as file:
             return json.load(file)["traceEvents"]
+
+
+def gpu_spans(events: Sequence[dict]) -> list[Span]:
+    """What real GPUs did, of a Chrome trace by torch.profiler ("traceEvents"), in seconds: kernels, those of NCCL (communication) and copies."""
+    spans = []
+    for event in events:
+        if event.get("ph") == "X" and "ts" in event and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            args, name, start = event.get("args", {}), event["name"], event["ts"] * 1e-6
+            kind = "copy" if event["cat"] == "gpu_memcpy" else "communication" if "nccl" in name.lower() else "kernel"
+            end = (event["ts"] + event.get("dur", 0)) * 1e-6
+            spans.append(Span(int(args.get("device", 0)), start, end, kind, name, int(args.get("stream", 0))))
+    return spans
 
 
 def row(spans: Sequence[Span], start: float, seconds: float) -> list[Span]:

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import itertools
 import math
 import re
 
@@ -15,8 +14,6 @@ from helpers import data, plots
 from helpers.plots import figures as drawing
 from notebooks.figures import lesson_01
 from virtualgpu.monitor import Reading, Source
-from virtualgpu.run.fit import table
-from virtualgpu.run.fit.search import Trial
 from virtualgpu.timeline import Timeline, row
 from virtualgpu.timing.clock import Span
 
@@ -179,18 +176,3 @@ def test_a_slider_holds_a_picture_for_each_value(shown):
         plots.slider(lambda n: None, [1, 2], "how many")
     plots.bars({"a": 1}, "a picture", "number", "data")  # afterwards pictures go into their cells again
     assert len(shown) == 2
-
-
-def test_what_fit_tried_stands_beside_the_cards_memory():
-    some = Trial("T4", 1, {"batch-size": "8"}, "fits", 4 << 30, 16 << 30, 0.5, 1, samples=25_000, used=1)
-    full = some._replace(values={"batch-size": "64"}, status="out of memory", step=None, samples=None)
-    figure, (memory, speed) = drawing.new(ncols=2)
-    table.draw(memory, speed, [some, full, some._replace(card="L4", gpus=2, samples=50_000)], drawing.COLORS)
-    drawing.FigureCanvasAgg(figure).draw()
-    assert texts(memory.get_yticklabels()) == ["T4, batch-size 8", "T4, batch-size 64", "2 x L4, batch-size 8"]
-    assert [bar.get_width() for bar in memory.patches] == [4, 4, 4]
-    assert [line.get_xdata()[0] for line in memory.lines] == [16] * 3
-    assert "out of memory" in texts(speed.texts)
-    assert [bar.get_width() for bar in speed.patches] == [50_000, 100_000] and "samples" in speed.get_xlabel()
-    numbers = [label.get_window_extent() for label in speed.get_xticklabels() if label.get_text()]
-    assert len(numbers) > 2 and all(left.x1 < right.x0 for left, right in itertools.pairwise(numbers)), "they find room"

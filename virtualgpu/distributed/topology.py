@@ -53,11 +53,11 @@ class Where(NamedTuple):
 class Layout:
     """Where the ranks of a group are. Ranks count within the group.
 
-    seconds: (kind, nbytes as nccl.seconds counts) of one collective. duration: where somebody looks on (`--explain`), what a collective lasts, of
-    its kind, its bytes, the number of its ranks and a function that tells how long it would last with other bytes.
+    seconds: (kind, nbytes as nccl.seconds counts) of one collective. duration: nccl.seconds, or what `--explain` puts in its place:
+    what would be gained if none took any time.
     """
 
-    duration: Callable[[str, int, int, Callable[[int], float]], float] | None = None
+    duration: Callable[..., float] | None = None
 
     def __init__(self, ranks: list[Where]):
         from virtualgpu.timing import nccl  # with PyTorch
@@ -65,10 +65,8 @@ class Layout:
         self.nodes = [rank.node for rank in ranks]
         members = Counter(self.nodes)
         self.fabric = slowest([rank.fabric.shared_by(members[rank.node], rank.gpus) for rank in ranks])
-        lasts: Callable[..., float] = nccl.seconds
-        if Layout.duration is not None:
-            lasts = functools.partial(_watched, nccl.seconds, Layout.duration)
-        self.seconds = functools.partial(lasts, ranks=len(ranks), fabric=self.fabric, nodes=len(members))
+        duration = Layout.duration or nccl.seconds
+        self.seconds = functools.partial(duration, ranks=len(ranks), fabric=self.fabric, nodes=len(members))
 
     def message(self, nbytes: int, rank: int, peer: int) -> float:
         """Of one message, which crosses the network only where these two are on different nodes."""
@@ -78,10 +76,6 @@ class Layout:
     def step(self, rank: int, peer: int) -> int:
         """Bytes of one of the steps (hardware.fabric.STEPS) in which NCCL's buffer between these two is filled."""
         return self.fabric.step(self.nodes[rank] == self.nodes[peer])
-
-
-def _watched(seconds, duration, kind: str, nbytes: int, ranks: int, fabric: Fabric, nodes: int) -> float:
-    return duration(kind, nbytes, ranks, lambda other: seconds(kind, other, ranks, fabric, nodes))
 
 
 # -- The rank that a process plays alone

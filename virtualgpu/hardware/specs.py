@@ -42,7 +42,7 @@ from virtualgpu.hardware.datasheet import (
     NVLink,
     Spec,
 )
-from virtualgpu.hardware.units import GIB, parse_size, quantity
+from virtualgpu.hardware.units import GIB, parse_size, quantity, text_table
 
 # -- A card in the form of the table.
 
@@ -387,12 +387,7 @@ def table() -> str:
         sizes = [f"{size / 1e9:.0f}" for size in (spec.bandwidth, spec.peer.bandwidth, spec.host.bandwidth)]
         card = [key, f"{spec.memory / GIB:.1f}", "{}.{}".format(*spec.capability), str(spec.processors)]
         rows.append([*card, *rates, *sizes, basis(spec), spec.name])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:  # words to the left, figures to the right
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[0], cells[-1] = row[0].ljust(widths[0]), row[-1]
-        lines.append("  ".join(cells))
+    lines = text_table(rows, left=(0, len(rows[0]) - 1))  # words to the left, figures to the right
     foot = (
         "Rates in TFLOPS, as the maker prints them: dense, accumulated in float32. What kernels reach of them is that of the card in the\n"
         'column "measured as" (virtualgpu/hardware/data/achieved.toml has each figure and its source). GB/s of its memory, to another GPU (one way) and to the host.\n'

@@ -1,4 +1,4 @@
-"""Sizes and figures as people write them, and the tables of figures in TOML."""
+"""Sizes and figures as people write them, and the tables of figures in TOML and as text."""
 
 import difflib
 import functools
@@ -6,7 +6,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -142,3 +142,16 @@ def _float(text: str) -> float | None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def text_table(lines: Sequence[Sequence[str]], left: Sequence[int] = (), gap: str = "  ") -> list[str]:
+    """Cells in columns, a text for each line. left: columns whose cells begin at the left; others end at the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [
+        [
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    ]
+    return [gap.join(line).rstrip() for line in cells]

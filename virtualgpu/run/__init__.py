@@ -2,7 +2,7 @@
 
 `cli` reads the command line (`options`), starts the program and waits for it; `processes` keeps signals straight and ends what is left; `prefork` forks
 what would import PyTorch anew; `child` is what happens inside each of the program's processes (`site/sitecustomize.py` calls it). `report` is
-what is told at the end, of the `results` that these have left and of their `peaks`; `smi/` is the program's `nvidia-smi`. `fit/` tries a program
-over cards and options, `explain/` says where its steps go; `trials/` is what both share. `ranks/` runs a notebook's function in several
-processes (`launch`), and `inherit` is what these have of the notebook's GPUs.
+what is told at the end, of the `results` that these have left and of their `peaks`; `nvidia_smi` is the program's `nvidia-smi`. `fit/` tries a
+program over cards and options, `explain/` says where its steps go; both try `trials`, of which `steps` counts the steps. `ranks/` runs a
+notebook's function in several processes (`launch`), and `inherit` is what these have of the notebook's GPUs.
 """

@@ -43,10 +43,10 @@ class _Process:
             watched = peaks.Peaks(machine)
             self.leaves["report"] = lambda folder: report.leave(folder, watched.peaks())
         if settings.steps is not None:
-            from virtualgpu.run.trials import rows, steps
+            from virtualgpu.run import steps
 
             if settings.explain is None:
-                self.leaves["steps"] = steps.Watch(machine, settings.steps, rows.Rows()).leave
+                self.leaves["steps"] = steps.Watch(machine, settings.steps, steps.Rows()).leave
             else:
                 from virtualgpu.run.explain import watch
 
@@ -93,10 +93,6 @@ def start() -> None:
 def _start() -> None:
     global _started
     settings = environment.settings()
-    if settings is None and os.environ.get(environment.PROFILED):
-        from virtualgpu.run.explain import real
-
-        real.start()
     if _started or settings is None:
         return
     _started = True
@@ -120,9 +116,9 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None):
 
     cards = [specs.find_spec(card.like, card.memory) for card in settings.cards]
     if settings.explain:
-        from virtualgpu.run.explain import applied
+        from virtualgpu.run.explain import watch
 
-        cards = applied.cards(settings.explain, cards)
+        cards = watch.cards(settings.explain, cards)
     machine = session.activate(
         cards,
         settings.dry,

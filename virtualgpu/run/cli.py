@@ -20,7 +20,7 @@ from virtualgpu.hardware import specs
 from virtualgpu.hardware.machine import find_network, find_settings, nodes
 from virtualgpu.memory.ledger import entries
 from virtualgpu.run import report
-from virtualgpu.run.options import at_end, at_start, listed, number_of_gpus, split, whole_number
+from virtualgpu.run.options import listed, misplaced, number_of_gpus, split, whole_number
 from virtualgpu.run.processes import end_marked
 
 # -- The cards of `virtualgpu.hardware`, as the runner asks for them.
@@ -29,7 +29,7 @@ from virtualgpu.run.processes import end_marked
 DEFAULT = 2  # GPUs, as virtualgpu.gpus()
 
 
-def find_cards(gpus: int | None, like: str, memory: str | None) -> tuple[Card, ...]:
+def find_cards(gpus: int | None, like: str, memory: int | str | None) -> tuple[Card, ...]:
     """`gpus` cards like `like`: a name, a file, or several with commas. Raises ValueError, in a sentence."""
     if gpus is None and ("," not in like or os.path.exists(like)):
         gpus = DEFAULT
@@ -47,7 +47,7 @@ def find_cards(gpus: int | None, like: str, memory: str | None) -> tuple[Card, .
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SITE = os.path.join(HERE, "site")
-SMI = os.path.join(HERE, "smi", "__main__.py")
+SMI = os.path.join(HERE, "nvidia_smi.py")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how OpenMP's threads wait
 MACHINE_CODE = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")  # Linux, Windows, macOS
 
@@ -55,8 +55,7 @@ MACHINE_CODE = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")  # 
 @contextlib.contextmanager
 def folder() -> Iterator[str]:
     """A place for what processes leave, and for their nvidia-smi; removed at the end."""
-    path = scratch.folder()
-    try:
+    with scratch.lent() as path:
         if os.name == "posix":
             tool = os.path.join(path, "bin", "nvidia-smi")
             os.mkdir(os.path.dirname(tool))
@@ -65,8 +64,6 @@ def folder() -> Iterator[str]:
                 file.write(os.fsencode(script))  # paths may have any letters, in any locale
             os.chmod(tool, 0o755)
         yield path
-    finally:
-        scratch.remove(path)
 
 
 def variables(settings: environment.Settings, environ: Mapping[str, str]) -> dict[str, str]:
@@ -284,11 +281,12 @@ def main(arguments: list[str]) -> int:
         if line.explain:
             from virtualgpu.run.explain import cli as explain
 
-            return explain.main(line.program, settings, line.real, line.steps, line.jobs, line.limit, bool(line.json))
-        names = OPTIONS.keys() - {"--help"}
-        _say(at_start(line.program, names))
+            return explain.main(line.program, settings, line.steps, line.jobs, line.limit, bool(line.json))
+        sentence = misplaced(line.program, OPTIONS.keys() - {"--help"})
+        if sentence is not None and sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+                print(f"python -m virtualgpu: {sentence}", file=sys.stderr, flush=True)
         status = run(settings, list(line.program), line.trace, bool(line.quiet))
-        _say(at_end(line.program, status, names))
     except (ValueError, OSError) as error:
         print(f"python -m virtualgpu: {error}{cure(str(error))}", file=sys.stderr)
         return 2
@@ -299,13 +297,6 @@ def main(arguments: list[str]) -> int:
 
         return end_as(status)
     return status
-
-
-def _say(sentence: str | None) -> None:
-    """One line beside the program's own; nobody may be there to read it."""
-    if sentence is not None and sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):
-            print(f"python -m virtualgpu: {sentence}", file=sys.stderr, flush=True)
 
 
 def _print(text: str) -> int:
@@ -334,7 +325,7 @@ def parse(arguments: list[str]) -> SimpleNamespace:
     if "quiet" in values and "report" in values:
         raise ValueError("--quiet and --report contradict each other: choose one")
     _check_explain(values)
-    absent = dict.fromkeys(name[2:].replace("-", "_") for name in OPTIONS) | {"like": "T4", "real": False}
+    absent = dict.fromkeys(name[2:].replace("-", "_") for name in OPTIONS) | {"like": "T4"}
     return SimpleNamespace(**absent | values, program=tuple(program))
 
 
@@ -350,7 +341,6 @@ def _check_explain(values: dict) -> None:
         )
     if values.get("steps") == 1:
         raise ValueError("--steps 1: one step has the beginnings of all others in it; give 2 at least, or 0 for all")
-    values["real"] = values.keys() <= {"explain", *OF_EXPLAIN}  # nobody asks for virtual GPUs
     values["dry"] = True
 
 

@@ -1,5 +1,5 @@
-"""Options, as a usage text lists them, before a program: what the command lines of `python -m virtualgpu` and its `fit` share. And options of
-the runner that stand behind the program, which gets them: named where the program cannot have meant them.
+"""Options, as a usage text lists them, before a program: what the command lines of `python -m virtualgpu` and its `fit` share. And those that
+stand behind the program, which gets them.
 
 Not argparse: it would take `-m`, `-c` and what stands behind them for options of its own.
 """
@@ -59,71 +59,36 @@ def number_of_gpus(text: str) -> int:
     return number
 
 
-# -- Options of the runner that stand behind the program, which gets them: named where the program cannot have meant them.
-#
-# A program may have an option of the same name (--gpus is Lightning's as well). So a word is held to be ours where the program ends as
-# one that does not know its arguments, and its own file does not have the word; or where that file cannot look at its arguments at all.
+# -- Options of the runner that stand behind a script which reads no arguments: named before it starts. (A program that reads some says itself
+# what it does not know.)
 
 # From the standard library, or installed, and known to read no arguments
 HARMLESS = {"torch", "torchvision", "numpy", "virtualgpu", "matplotlib", "tqdm"}
 READERS = {"argparse", "optparse", "getopt", "runpy", "importlib", "subprocess"}
 LAUNCHERS = "torchrun accelerate torch.distributed.run torch.distributed.launch accelerate.commands.launch".split()  # noqa: SIM905
-USAGE_ERROR = 2  # what argparse and click end with
 
 
-def at_start(program: tuple[str, ...], options: Collection[str]) -> str | None:
-    """A sentence, where the program is a script that reads no arguments; also behind torchrun and its kind."""
-    program = _script(program)
-    behind, text = _options_behind(program, options), _source(program)
-    return _sentence(behind[0], program, "reads no arguments") if behind and text and _reads_nothing(text) else None
-
-
-def at_end(program: tuple[str, ...], status: int, options: Collection[str]) -> str | None:
-    """A sentence, where the program ended because of its arguments, perhaps of this one."""
-    if status != USAGE_ERROR:
-        return None
-    text = _source(program) or ""
-    word = next((word for word in _options_behind(program, options) if word not in text), None)
-    return None if word is None else _sentence(word, program, "got it")
-
-
-def _sentence(word: str, program: tuple[str, ...], what: str) -> str:
-    name = program[1] if program[0] == "-m" else program[0]
-    return f"{word} stands behind {name}, which {what}: options of `python -m virtualgpu` come before the program"
-
-
-def _script(program: tuple[str, ...]) -> tuple[str, ...]:
-    """The script and what is behind it, where a launcher starts it."""
-    name, behind = (program[1], program[2:]) if program[0] == "-m" else (program[0], program[1:])
-    if os.path.basename(name) not in LAUNCHERS:
-        return program
-    start = next((index for index, word in enumerate(behind) if word.endswith(".py") and os.path.isfile(word)), None)
-    return program if start is None else behind[start:]
-
-
-def _options_behind(program: tuple[str, ...], options: Collection[str]) -> list[str]:
-    """Those behind the program that are called as our options."""
-    words = program[2:] if program[0] in ("-m", "-c") else program[1:]
+def misplaced(program: Sequence[str], options: Collection[str]) -> str | None:
+    """A sentence on the first of them; also where a launcher starts the script."""
+    if os.path.basename(program[1] if program[0] == "-m" else program[0]) in LAUNCHERS:
+        script = (at for at, word in enumerate(program) if word.endswith(".py") and os.path.isfile(word))
+        program = program[next(script, 0) :]
+    name, *words = program
     words = words[: words.index("--")] if "--" in words else words
-    return [name for word in words if (name := word.partition("=")[0]) in options]
-
-
-def _source(program: tuple[str, ...]) -> str | None:
-    """A script's text; None for anything else, and for what cannot be read."""
-    try:
-        return Path(program[0]).read_text("utf-8") if program[0].endswith(".py") else None
-    except (OSError, ValueError):
+    behind = [option for word in words if (option := word.partition("=")[0]) in options]
+    if not behind or not name.endswith(".py") or not _reads_nothing(name):
         return None
+    return f"{behind[0]} stands behind {name}, which reads no arguments: options of `python -m virtualgpu` come before the program"
 
 
-def _reads_nothing(text: str) -> bool:
+def _reads_nothing(script: str) -> bool:
     """Does it import only what reads no arguments, and never speak of argv?"""
-    if "argv" in text or "__import__" in text:
-        return False
     try:
+        text = Path(script).read_text("utf-8")
         nodes = list(ast.walk(ast.parse(text)))
-    except (SyntaxError, ValueError, RecursionError):
+    except (OSError, SyntaxError, ValueError, RecursionError):
         return False
     imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     imported += ["" if node.level else str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
-    return {name.partition(".")[0] for name in imported} <= (HARMLESS | sys.stdlib_module_names) - READERS
+    known = {name.partition(".")[0] for name in imported} <= (HARMLESS | sys.stdlib_module_names) - READERS
+    return known and "argv" not in text and "__import__" not in text

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
 
 # -- Whatever a process started ends with it: its children, theirs, and daemons that left its process group.
 
@@ -85,7 +84,8 @@ def _below(pid: int) -> list[int]:
     return process_tree[1:]
 
 
-# -- A process beside `fit` and `--explain`, which ends the programs that these have started where they are killed (kill -9, a kernel's restart).
+# -- A process beside the runner, `fit` and `--explain`, which ends the programs that these have started where they are killed (kill -9, a
+# kernel's restart).
 #
 # It is told of each program by a pipe, and sees the pipe close. Nothing of PyTorch is in it, and signals of the terminal do not reach it.
 
@@ -94,43 +94,47 @@ WATCH = f"""
 import sys
 sys.path.insert(0, {ROOT!r})
 from virtualgpu.run import processes
-processes.end_with(sys.stdin)
+processes.end_with(*sys.argv[1:])
 """
 
 
 class Warden:
-    """The process, seen from the one that starts programs."""
+    """The process, seen from the one that starts programs. folder: removed in the end, where the programs have one in common, whose name stands
+    in the environment of whatever they started."""
 
-    def __init__(self):
+    def __init__(self, folder: str = ""):
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", WATCH],
+            [sys.executable, "-I", "-S", "-c", WATCH, folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        assert self._process.stdin is not None
+        self.pipe = self._process.stdin.fileno()
 
     def note(self, word: str, pid: int) -> None:
         """word: "begun" or "ended", of the program with this number."""
         with contextlib.suppress(BrokenPipeError):  # somebody killed it
-            self._process.stdin.write(f"{word} {pid}\n".encode())
-            self._process.stdin.flush()
+            os.write(self.pipe, f"{word} {pid}\n".encode())
 
     def dismiss(self) -> None:
-        """Programs that run yet are ended by it."""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
+        """It ends, and nothing else does."""
+        self._process.kill()
+        self._process.communicate()
 
 
-def end_with(words) -> None:
+def end_with(folder: str) -> None:
     """Until the pipe closes; then nothing of the programs that have not ended is left."""
     running = set()
-    for line in words:
+    for line in sys.stdin:
         word, pid = line.split()
         running.add(int(pid)) if word == "begun" else running.discard(int(pid))
     for pid in running:
         end_tree(pid)
+    if folder:
+        end_marked(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- Signals between a terminal, the runner and its program: each reaches the program exactly once.
@@ -139,9 +143,8 @@ def end_with(words) -> None:
 # `kill PID` sends a signal to the runner alone, which must pass it on. The two look alike to the receiver. So the runner keeps a
 # second process in its group, the supervisor: what the supervisor hears as well was sent to the group.
 #
-# The supervisor also notices when the runner itself is killed (a pipe closes): then it kills the program, and what the program started
-# (torchrun's ranks, and theirs), and removes its folder. Where all of the group is killed, and the supervisor with it, as at the restart
-# of a notebook's kernel, torchrun's ranks are in groups of their own: a third process, which is in none of these, ends them.
+# Where the runner itself is killed, alone or with all of its group (as at the restart of a notebook's kernel), the warden ends the program and
+# what that has started (torchrun's ranks, which are in groups of their own).
 
 
 PASSED_ON = [
@@ -162,13 +165,17 @@ class Supervisor:
         self._early: list[int] = []  # signals that came before there was a program
         self._words: list[tuple[int, float]] = []  # what the supervisor heard, and when
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until all of us are ready for them
-        from_living, self._living = _pipe()  # which the runner alone holds open
-        self._last = _forked(lambda: _outlive(from_living, self._living, folder))
-        os.close(from_living)
-        from_runner, self._to_supervisor = _pipe()
+        self._warden = Warden(folder)
+        from_runner, self._living = _pipe()
         self._heard, to_runner = _pipe()
-        runners = (self._living, self._to_supervisor, self._heard)
-        self.pid = _forked(lambda: _keep_watch(runners, from_runner, to_runner, folder, before))
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                for end in (self._warden.pipe, self._living, self._heard):  # which the runner alone holds open
+                    os.close(end)
+                _listen(from_runner, to_runner, before)
+            finally:
+                os._exit(0)
         os.close(from_runner)
         os.close(to_runner)
         self._before = {}
@@ -183,8 +190,7 @@ class Supervisor:
         """The program's status, as Popen gives it, once it has ended. It does not outlive an error here."""
         try:
             self._program = program
-            with contextlib.suppress(BrokenPipeError):  # somebody killed the supervisor
-                os.write(self._to_supervisor, b"%d" % program.pid)
+            self._warden.note("begun", program.pid)
             for number in self._early:  # sent to the group or to us: the program was not there to hear it
                 program.send_signal(number)
             return program.wait()
@@ -197,9 +203,9 @@ class Supervisor:
         """Signals are again what they were before."""
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: not of Python
-        for pid in (self.pid, self._last):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        self._warden.dismiss()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
 
     def _pass_on(self, number: int, frame) -> None:
         if self._program is None:
@@ -238,45 +244,15 @@ def _pipe() -> tuple[int, int]:
     return read, write
 
 
-def _forked(watch: Callable[[], None]) -> int:
-    """The number of a new process that does this and ends."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            watch()
-        finally:
-            os._exit(0)
-    return pid
-
-
-def _keep_watch(runners: Iterable[int], from_runner: int, to_runner: int, folder: str, mask: set[int]) -> None:
-    for end in runners:
-        os.close(end)
+def _listen(from_runner: int, to_runner: int, mask: set[int]) -> None:
+    """The supervisor, until the runner is gone. It lets go of the runner's streams: whoever reads the program's output must not wait for it."""
     for number in PASSED_ON:
         signal.signal(number, lambda number, frame: os.write(to_runner, _HEARD.pack(number, time.monotonic())))
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    _let_go()
-    program = os.read(from_runner, 32)
-    os.read(from_runner, 1)  # returns when the runner is gone
-    if program:
-        end_tree(int(program))
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _outlive(from_living: int, living: int, folder: str) -> None:
-    os.close(living)
-    os.setsid()
-    _let_go()
-    os.read(from_living, 1)  # returns when the runner is gone
-    end_marked(folder)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _let_go() -> None:
-    """Of the runner's streams: whoever reads the program's output must not wait for us."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
+    os.read(from_runner, 1)
 
 
 def end_as(status: int) -> int:

@@ -2,14 +2,17 @@
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from virtualgpu import environment
 from virtualgpu.environment import Card, Settings
+from virtualgpu.hardware.units import text_table
 from virtualgpu.memory.ledger import Entry, Usage, by_rank
 from virtualgpu.run import results
+
+Item = TypeVar("Item")
 
 # -- The table at the end of a run: what each GPU came to, over all processes that used it.
 
@@ -26,10 +29,10 @@ def table_lines(entries: list[Entry], settings: Settings) -> list[str]:
     ]
     for index, card in enumerate(settings.cards):
         spans = [(e.born, e.last, e.gpus[index]) for e in used if index < len(e.gpus) and _is_used(e.gpus[index])]
-        usage, together = merge(spans)
-        shared |= together
+        usage, is_shared = merge(spans)
+        shared |= is_shared
         rows.append((str(index), *(_figures(usage, card) if spans else ("not used", "", "", "", "", ""))))
-    text = [f"{title}, {len(used)} process{'es' * (len(used) > 1)}", *columns(rows)]
+    text = [f"{title}, {len(used)} process{'es' * (len(used) > 1)}", *text_table(rows)]
     if shared:
         text.append("Where processes shared a GPU at the same time, their peaks are added: an upper bound.")
     return text + _collectives(used)
@@ -41,7 +44,10 @@ def _collectives(entries: list[Entry]) -> list[str]:
         ("launch", "rank", "collectives", "bytes", "seconds", "hidden by kernels", "waited for the last")
     ]
     numbers = {id(entry): number for number, entry in enumerate(entries)}
-    launches = _launches([entry for entry in entries if entry.communication.count])
+    communicated = [entry for entry in entries if entry.communication.count]
+    launches = together(
+        communicated, lambda entry: (entry.born, entry.last)
+    )  # the next one begins when its ranks have ended
     for launch, ranks in enumerate(launches):
         for _, entry in by_rank(ranks):
             what = entry.communication
@@ -58,31 +64,18 @@ def _collectives(entries: list[Entry]) -> list[str]:
             )
     if len(launches) < 2:
         rows = [row[1:] for row in rows]
-    return columns(rows) if len(rows) > 1 else []
+    return text_table(rows) if len(rows) > 1 else []
 
 
-def _launches(entries: list[Entry]) -> list[list[Entry]]:
-    """Processes that were there together: ranks of one launch meet, and the next one begins when they have ended."""
-    together: list[list[Entry]] = []
-    for entry in sorted(entries, key=lambda entry: (entry.born, entry.pid)):
-        if together and entry.born < max(other.last for other in together[-1]):
-            together[-1].append(entry)
+def together(items: Iterable[Item], span: Callable[[Item], tuple[int, int]]) -> list[list[Item]]:
+    """Groups of those that were there at the same time, by their beginnings. span: when one began and ended."""
+    groups: list[list[Item]] = []
+    for item in sorted(items, key=span):
+        if groups and span(item)[0] < max(span(other)[1] for other in groups[-1]):
+            groups[-1].append(item)
         else:
-            together.append([entry])
-    return together
-
-
-def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (), gap: str = "  ") -> list[str]:
-    """Lines of text, one a row. left: columns whose cells begin at the left; others end at the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = [
-        [
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]
-    return [gap.join(row).rstrip() for row in cells]
+            groups.append([item])
+    return groups
 
 
 def merge(spans: list[tuple[int, int, Usage]]) -> tuple[Usage, bool]:
@@ -90,12 +83,7 @@ def merge(spans: list[tuple[int, int, Usage]]) -> tuple[Usage, bool]:
 
     Processes one after the other: the largest peak, times added. At the same time: peaks added, the longest time.
     """
-    groups: list[list[tuple[int, int, Usage]]] = []
-    for span in sorted(spans, key=lambda span: span[:2]):
-        if groups and span[0] < max(end for _, end, _ in groups[-1]):
-            groups[-1].append(span)
-        else:
-            groups.append([span])
+    groups = together(spans, lambda span: span[:2])
     total = Usage(0, 0, 0, 0.0, 0.0)
     for group in groups:
         usages = [usage for _, _, usage in group]
@@ -150,6 +138,8 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "cuBLAS workspac
 MAX_LINES = 10  # lines of a program that are told; the rest is one line
 LIBRARIES = ("torch", "torchvision", "virtualgpu", "contextlib", "threading")  # a line in these is nobody's to change
 Frame = tuple[str, int, str]  # file, line and function
+OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+STANDARD_LIBRARY = os.path.join(os.path.dirname(os.path.abspath(os.__file__)), "")
 
 
 class LiveBlock(NamedTuple):
@@ -188,6 +178,14 @@ def leave(folder: str, peaks: Iterable[Peak]) -> None:
     peaks = [peak._replace(rank=environment.rank(), pid=os.getpid()) for peak in peaks]
     if peaks:
         results.leave(folder, LEFT, peaks)
+
+
+def is_the_programs(file: str) -> bool:
+    """Of the program, not of Python, a package, a command such as torchrun, or ours."""
+    others = (OURS, STANDARD_LIBRARY, "<frozen ")
+    is_installed = "site-packages" in file or "dist-packages" in file
+    is_command = os.path.basename(os.path.dirname(file)) == "bin" and not file.endswith(".py")
+    return not file.startswith(others) and not is_installed and not is_command
 
 
 def own_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:
@@ -293,4 +291,4 @@ def _what(count: int, blocks: list[LiveBlock]) -> str:
 
 def _table(rows: list[tuple[str, int, str]], total: int) -> list[str]:
     cells = [(name, f"{size(nbytes):>11}", f"{100 * nbytes / total:3.0f} %", more) for name, nbytes, more in rows]
-    return [f"    {line}" for line in columns(cells, left=(0, 3))] or ["    nothing"]
+    return [f"    {line}" for line in text_table(cells, left=(0, 3))] or ["    nothing"]

@@ -97,11 +97,6 @@ def _write(trace: dict, path: str) -> None:
                 os.unlink(part)
 
 
-def nothing(folder: str) -> None:
-    """The trace of a process whose work another one tells: a rank, whose spans the process that launched it has in its own."""
-    leave(folder, LEFT, [])
-
-
 def _renamed(events: list[dict], name: str, first: int) -> list[dict]:
     """One process's events under pids of their own, from `first` on, with its name on each."""
     own_pids = sorted({event.get("pid", 0) for event in events}, key=str)

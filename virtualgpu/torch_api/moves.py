@@ -11,7 +11,7 @@ from virtualgpu.engine.dispatch import has_dispatch
 from virtualgpu.engine.dry_run import is_on_meta, put_on_meta
 from virtualgpu.engine.eager import LARGE, require_room
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.engine.operations import type_name
+from virtualgpu.engine.placement import type_name
 from virtualgpu.engine.storage import (
     ALLOCATION,
     PINNED,

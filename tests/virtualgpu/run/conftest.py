@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests import forks
+from virtualgpu.run import trials
 from virtualgpu.run.prefork import ScriptServer
-from virtualgpu.run.trials import programs
 
 RUNNER = [sys.executable, "-m", "virtualgpu"]
 
@@ -66,10 +66,6 @@ def script(request, tmp_path):
 class Shared(ScriptServer):
     """One for all searches of a session: no test waits until PyTorch is imported again."""
 
-    def start(self, command, environ, output):
-        environ = {name: value for name, value in environ.items() if name != "PYTEST_CURRENT_TEST"}
-        return super().start(command, environ, output)
-
     def end(self):
         """A search has ended, not the session."""
 
@@ -84,4 +80,4 @@ def shared():
 @pytest.fixture
 def warm(monkeypatch, shared):
     """What `fit` and `--explain` try in this test starts from the session's server."""
-    monkeypatch.setattr(programs, "ScriptServer", lambda: shared)
+    monkeypatch.setattr(trials, "ScriptServer", lambda: shared)

@@ -5,24 +5,22 @@ import socket
 
 import pytest
 
+from tests.virtualgpu.run.test_fit import TRAIN
 from virtualgpu import environment
 from virtualgpu.run import cli
-from virtualgpu.run.explain import cli as explain_cli
-from virtualgpu.run.explain import real
-from virtualgpu.run.explain import runs as explain
+from virtualgpu.run.explain import cli as explain
 
 # Fat layers, whose gradients are large beside their work
 DDP = """
 import os, sys, torch, torch.distributed.algorithms.ddp_comm_hooks.default_hooks
 from torch import nn
-from torch.distributed import all_reduce, destroy_process_group, init_process_group
+from torch.distributed import init_process_group
 rank = int(os.environ.get("LOCAL_RANK", 0))
 torch.cuda.set_device(rank)
 init_process_group("nccl")
 how, layers, width, rows = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), [int(n) for n in sys.argv[4:]]
 model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]).cuda()
-if how != "by hand" and how != "as one":
-    model = nn.parallel.DistributedDataParallel(model, device_ids=[rank], **eval(how.removeprefix("half ")))
+model = nn.parallel.DistributedDataParallel(model, device_ids=[rank], **eval(how.removeprefix("half ")))
 if how.startswith("half"):
     model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -32,15 +30,6 @@ for step in range(1000):
         loss = model(x).square().mean()
     optimizer.zero_grad()
     loss.backward()
-    gradients = [p.grad for p in model.parameters()]
-    if how == "by hand":
-        for gradient in gradients:
-            all_reduce(gradient)
-    if how == "as one":
-        flat = torch.cat([gradient.view(-1) for gradient in gradients])
-        all_reduce(flat)
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
-            gradient.copy_(part.view_as(gradient))
     optimizer.step()
 """
 # Ranks of a program's own, which know who they are from their group alone; its port is taken where two of its runs are there at a time.
@@ -90,8 +79,6 @@ if __name__ == "__main__":
         optimizer.step()
 """
 
-# One rank of 64 plays alone, where a small collective takes longer than the host to launch what it is about
-OF_64 = {"single_rank": (64, 0, 8), "host": "launch"}
 SLOW = "dict(bucket_cap_mb=0.01)"
 
 
@@ -134,13 +121,12 @@ def ranks_of(tmp_path, warm):
 def first(found):
     """The change that is named first, and what the step is with it."""
     change, step, _ = next(one for one in found.tried if not one.change.bound)
-    sentence = explain_cli.sentences(found)[0]
-    assert change.words in sentence and explain_cli.milliseconds(step) in sentence, sentence
+    sentence = explain.sentences(found)[0]
+    assert change.words in sentence and explain.milliseconds(step) in sentence, sentence
     return change.name, step
 
 
 CAUSES = {  # change that is named first: program, its arguments, those of the program mended so, where, and how near its step comes
-    "fewer collectives": (DDP, ("by hand", 48, 256, 512), ("as one", 48, 256, 512), {"like": "H100", **OF_64}, 0.1),
     "half precision": (ALONE, (0, 4, 2048, 8192), (1, 4, 2048, 8192), {"like": "V100"}, 0.03),
     # one program at a time, as unless asked otherwise: ranks of two at one port meet each other
     "equal ranks": (OWN_RANKS, ("port", 2048, 65536, 131072), ("port", 2048, 98304), {"like": "A100", "gpus": 2, "jobs": None}, 0.03),
@@ -188,44 +174,29 @@ def test_a_slow_loader(explained, workers, layers, width, rows):
 
 # -- Programs that fail, and those that make too few steps
 
-PROGRAM = """
-import sys, torch
-from torch import nn
-fault = sys.argv[1]
-model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range({"half": 2, "one": 1}.get(fault, 10**6)):
-    optimizer.zero_grad()
-    rows = 10**7 if fault == "memory" and step == 3 else 512
-    model(torch.randn(rows, 1024, device="cuda")).square().mean().backward()
-    if fault == "key" and step == 3:
-        {}["missing"]
-    if fault == "half" and torch.is_autocast_enabled("cuda"):
-        torch.empty(10**12, device="cuda")
-    optimizer.step()
-"""
-ON_CPU = PROGRAM.replace(".cuda()", "").replace(', device="cuda"', "")
+PROGRAM = TRAIN
+ON_CPU = TRAIN.replace("torch.cuda.set_device(rank)", "").replace(".cuda()", "").replace(', device="cuda"', "")
 
 
 @pytest.mark.parametrize(
-    "program, fault, message",
+    "program, options, message",
     [
-        (PROGRAM, "key", "KeyError: 'missing' (train it.py:12)"),
-        (PROGRAM, "memory", "out of memory: 38.15 GiB more were asked for"),
+        (TRAIN, "--fault key", "KeyError: 'missing' (train it.py:25)"),
+        (TRAIN, "--batch-size 10000000", "out of memory: 38.15 GiB more were asked for"),
         (ON_CPU, "", "the program used no GPU"),
         ("import time\ntime.sleep(1000)\n", "", explain.NOT_ENDED),
     ],
 )
-def test_a_program_that_fails_says_how(tmp_path, warm, program, fault, message):
+def test_a_program_that_fails_says_how(tmp_path, warm, program, options, message):
     path = tmp_path / "train it.py"
     path.write_text(program)
     limit = 0.5 if "sleep" in program else None
-    assert explain.run([str(path), fault], settings_of("T4"), limit=limit).failed == message
+    assert explain.run([str(path), *options.split()], settings_of("T4"), limit=limit).failed == message
 
 
-@pytest.mark.parametrize("fault, status", [("half", 0), ("one", 2)])
-def test_two_steps_are_enough_and_a_run_that_fails_is_told(script, capsys, warm, fault, status):
-    assert cli.main(["--explain", "--gpus", "1", "--like", "P100", "--json", script, fault]) == status
+@pytest.mark.parametrize("options, status", [("--fault half --steps 2 --batch-size 512", 0), ("--steps 1", 2)])
+def test_two_steps_are_enough_and_a_run_that_fails_is_told(script, capsys, warm, options, status):
+    assert cli.main(["--explain", "--gpus", "1", "--like", "P100", "--json", script, *options.split()]) == status
     record = json.loads(capsys.readouterr().out)
     too_few = "the program ended after 1 step of an optimizer of torch.optim: two at least can be told of"
     assert record["failed"] == (too_few if status else "")
@@ -234,15 +205,3 @@ def test_two_steps_are_enough_and_a_run_that_fails_is_told(script, capsys, warm,
         assert row["step"] == record["step"] == pytest.approx(sum((*row["computing"].values(), *row["idle"].values())))
         assert (half["change"], half["step"]) == ("half precision", None)
         assert half["failed"].startswith("out of memory")
-
-
-def test_a_program_without_a_gpu_is_profiled(tmp_path):
-    """The same way as on a machine with GPUs, but for their kernels."""
-    path = tmp_path / "cpu.py"
-    path.write_text(
-        "import torch\nmodel = torch.nn.Linear(4, 4)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "for step in range(100):\n    model(torch.ones(4)).sum().backward()\n    optimizer.step()\n"
-        f"    open({str(tmp_path / 'steps')!r}, 'a').write('.')\n"
-    )
-    assert real.run([str(path)]).failed == "the program used no GPU"
-    assert (tmp_path / "steps").read_text() == "....", "the fifth step ended it"

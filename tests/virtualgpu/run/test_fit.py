@@ -11,12 +11,11 @@ import torch
 
 import virtualgpu
 from virtualgpu import environment
-from virtualgpu.run import cli, results
+from virtualgpu.run import cli, results, steps, trials
 from virtualgpu.run.fit import cli as fit_cli
 from virtualgpu.run.fit import search, table
 from virtualgpu.run.fit.search import Range, Trial
 from virtualgpu.run.fit.table import Price
-from virtualgpu.run.trials import programs, steps
 
 GIB = 2**30
 fork = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
@@ -104,7 +103,7 @@ ARGPARSE = "usage: a.py\na.py: error: unrecognized arguments: --n=4\n" + TORCHRU
     ],
 )
 def test_the_error_that_ended_a_program(printed, error):
-    found = steps.error(printed)
+    found = trials.error(printed)
     assert found.endswith(error) and bool(found) == bool(error)
 
 
@@ -120,9 +119,9 @@ def test_the_error_that_ended_a_program(printed, error):
     ],
 )
 def test_programs_that_might_meet_at_a_port_run_one_after_the_other(monkeypatch, command, gpus, several):
-    monkeypatch.setattr(programs.os, "sched_getaffinity", lambda pid: range(4), raising=False)
-    monkeypatch.setattr(programs, "ROOM", 1)
-    assert programs.side_by_side(command.split(), gpus) == (4 if several else 1)
+    monkeypatch.setattr(trials.os, "sched_getaffinity", lambda pid: range(4), raising=False)
+    monkeypatch.setattr(trials, "ROOM", 1)
+    assert trials.side_by_side(command.split(), gpus) == (4 if several else 1)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +151,7 @@ parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--fault", default="")
 parser.add_argument("--micro-steps", type=int, default=1)
 parser.add_argument("--total", action="store_true")
+parser.add_argument("--steps", type=int, default=10**6)
 options = parser.parse_args()
 rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 batch_size = options.batch_size // (ranks if options.total else 1)
@@ -161,7 +161,7 @@ if "RANK" in os.environ:
     torch.distributed.init_process_group("nccl")
     model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(10**6):
+for step in range(options.steps):
     optimizer.zero_grad()
     for micro in range(options.micro_steps):
         loss = model(torch.randn(batch_size, 1024, device="cuda")).square().mean()
@@ -170,6 +170,8 @@ for step in range(10**6):
         {}["missing"]
     if options.fault == "value" and loss.item() > 1:
         print("large")
+    if options.fault == "half" and torch.is_autocast_enabled("cuda"):
+        torch.empty(10**12, device="cuda")
     optimizer.step()
 """
 GAN = """
@@ -238,12 +240,12 @@ TRIALS = {
     "two optimizers": (GAN, "@ --batchSize 16", {}, [{"samples": 16}], ""),
     "checkpoints": (CHECKPOINTED, "@ --batch-size 16", {}, [{"samples": 48}], ""),
     "a rank that fails": (
-        TRAIN, RANKS + "@ --fault key", {"gpus": [2]}, [{"status": "failed", "words": "KeyError: 'missing' (train it.py:24)"}],
-        "failed: KeyError: 'missing' (train it.py:24)",
+        TRAIN, RANKS + "@ --fault key", {"gpus": [2]}, [{"status": "failed", "words": "KeyError: 'missing' (train it.py:25)"}],
+        "failed: KeyError: 'missing' (train it.py:25)",
     ),
     "an idle GPU": (
         TRAIN, "@ --fault value", {"gpus": [1, 2]},
-        [{"status": "fits", "used": 1, "reads": "train it.py:25"}, {"used": 1}], "1 of 2 GPUs stayed idle: the program uses 1",
+        [{"status": "fits", "used": 1, "reads": "train it.py:26"}, {"used": 1}], "1 of 2 GPUs stayed idle: the program uses 1",
     ),
     "compiled": (COMPILED, "@", {}, [{"notes": (EAGER,)}], EAGER),
     "no GPU": (GOES, "@", {}, [{"status": "failed", "words": "the program used no GPU, and said at its end: I need two."}], ""),
@@ -264,7 +266,7 @@ def tried(tmp_path_factory, shared):
             path.write_text(program)
             words = [str(path) if word == "@" else word for word in command.split()]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(programs, "ScriptServer", lambda: shared)
+                patch.setattr(trials, "ScriptServer", lambda: shared)
                 done[name] = search.run(words, **options)
         return done[name]
 
@@ -296,7 +298,7 @@ def test_bytes_and_seconds_of_trials(tried):
     assert f"{100 * one.step / two.step:.0f} %" in table.lines(trials, {})[2]
     _, two = trials = tried("an idle GPU")
     assert table.efficiency(two, trials) == pytest.approx(0.5)
-    assert "\ntrain it.py:25 reads a value of the GPU: a dry run has nan there" in "\n".join(table.lines(trials, {}))
+    assert "\ntrain it.py:26 reads a value of the GPU: a dry run has nan there" in "\n".join(table.lines(trials, {}))
 
 
 def test_a_search_for_the_largest(tmp_path, monkeypatch, warm):
@@ -358,8 +360,8 @@ def test_what_a_full_disk_left_out_is_not_laid_at_the_programs_door(monkeypatch)
 def test_processes_without_a_rank_of_which_one_ran_out_of_memory(tmp_path):
     """As torch.multiprocessing starts them."""
     for pid, asked in enumerate([None, 512, None]):
-        (tmp_path / f"{pid}.{steps.LEFT}").write_text(json.dumps([-1, [], asked, [], 0]))
-    assert {process.asked for process in steps.collect(str(tmp_path))} == {None, 512}
+        (tmp_path / f"{pid}.{trials.LEFT}").write_text(json.dumps([-1, [], asked, [], 0]))
+    assert {process.asked for process in trials.collect(str(tmp_path))} == {None, 512}
 
 
 @fork
@@ -374,7 +376,7 @@ def test_a_loaders_worker_is_no_rank(tmp_path):
     worker.start()
     worker.join()
     watch.leave(str(tmp_path))
-    assert sorted(len(process.ends) for process in steps.collect(str(tmp_path))) == [0, 2]
+    assert sorted(len(process.ends) for process in trials.collect(str(tmp_path))) == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -382,7 +384,7 @@ def test_a_loaders_worker_is_no_rank(tmp_path):
 )
 def test_json_and_the_exit_status(monkeypatch, capsys, ended, status):
     trials = [Trial("T4", 1, {"batch-size": "8"}, how, 2**29, GIB) for how in ended]
-    monkeypatch.setattr(search, "run", lambda command, **options: trials)
+    monkeypatch.setattr(search, "run", lambda *arguments: trials)
     assert fit_cli.main(["--json", "--memory", "1GB", "--vary", "batch-size=8", "train.py"]) == status
     records = json.loads(capsys.readouterr().out)
     assert [record["status"] for record in records] == ended and records[0]["capacity"] == GIB
@@ -391,8 +393,8 @@ def test_json_and_the_exit_status(monkeypatch, capsys, ended, status):
 
 
 def test_an_interrupt_tells_what_there_is(monkeypatch, capsys):
-    def stop(arguments, **options):
-        options["on_trial"](Trial("T4", 1, {}, "fits", GIB, 16 * GIB, 0.5, 1, used=1))
+    def stop(*arguments):
+        arguments[-1](Trial("T4", 1, {}, "fits", GIB, 16 * GIB, 0.5, 1, used=1))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(search, "run", stop)

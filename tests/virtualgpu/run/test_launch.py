@@ -10,7 +10,7 @@ import textwrap
 import threading
 import time
 import weakref
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import virtualgpu
 from tests.processes import alive, listening, ranks, wait_until
+from virtualgpu import scratch
 from virtualgpu.run.ranks import WorkerError, launch
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -215,6 +216,17 @@ def test_a_forkserver_that_dies_is_started_anew(monkeypatch):
     monkeypatch.setattr(_forkserver, "ensure_running", runs_no_longer)
     assert launch(add_ranks, 1) == [0, 1]
     assert _forkserver._forkserver_pid not in died
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs process groups")
+def test_what_ranks_are_forked_from_is_no_burden_to_a_kernel():
+    """ipykernel waits until nobody else is in its group; and sockets of a killed one go with the next that needs a folder (scratch)."""
+    from multiprocessing import resource_tracker
+
+    launch(int, nprocs=1)
+    for pid in (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid):
+        assert os.getpgid(pid) == pid
+    assert os.path.basename(util.get_temp_dir()).startswith(scratch.PREFIX)
 
 
 # -- interrupted

@@ -177,6 +177,14 @@ def test_frames_begin_in_the_readers_code():
     assert report.own_frames((inside, inside)) == (inside,) and report.own_frames(()) == ()
 
 
+@pytest.mark.parametrize(
+    "file", ["/home/me/train.py", "/usr/src/app/train.py", "/tmp/ipykernel_7/1.py", "bin/train.py"]
+)
+def test_files_of_the_program(file):
+    others = [os.__file__, torch.__file__, report.__file__, "/usr/bin/torchrun", "<frozen runpy>"]
+    assert report.is_the_programs(file) and not any(map(report.is_the_programs, others))
+
+
 def test_sizes():
     sizes = {512: "512 bytes", 2048: "2.00 KiB", 3 * MIB // 2: "1.50 MiB", GIB: "1.00 GiB"}
     assert {nbytes: report.size(nbytes) for nbytes in sizes} == sizes

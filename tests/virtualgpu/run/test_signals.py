@@ -1,25 +1,21 @@
 """How runs end: status and signals are the program's, each signal once; whoever is killed, no process is left, and no folder for long."""
 
-import fcntl
 import os
-import pty
 import signal
 import subprocess
 import sys
 import tempfile
-import termios
 import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from jupyter_client.manager import start_new_kernel
 
 from tests.processes import family, runs, wait_until
 from virtualgpu import scratch
-from virtualgpu.run.trials import programs as trials
-from virtualgpu.run.trials.programs import Programs, ended_by_sigterm
+from virtualgpu.run import trials
+from virtualgpu.run.trials import Programs, ended_by_sigterm
 
 ROOT = Path(__file__).resolve().parents[3]
 tells_environments = pytest.mark.skipif(sys.platform != "linux", reason="reads other processes' environments")
@@ -62,38 +58,6 @@ def test_each_signal_comes_once(start):
     assert runner.stdout.readline() == "SIGUSR1\n"
     os.kill(program, signal.SIGKILL)
     assert runner.wait() == -signal.SIGKILL
-
-
-def test_ctrl_c_in_a_terminal_comes_once(start):
-    ours, theirs = pty.openpty()
-    terminal = {"stdin": theirs, "stdout": theirs, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None}
-    start("--quiet", "-c", WAITS, **terminal)
-    os.close(theirs)
-    with open(ours, buffering=1) as terminal:
-        assert terminal.readline().startswith("ready")
-        os.write(ours, b"\x03")
-        assert terminal.readline().strip() == "^CSIGINT"
-
-
-def test_a_keyboard_interrupt_is_the_programs_end(start):
-    code = "print('ready', flush=True); import signal; signal.pause()"
-    runner = start("--quiet", "-c", code, stderr=subprocess.PIPE)
-    assert runner.stdout.readline() == "ready\n"
-    os.killpg(runner.pid, signal.SIGINT)
-    assert runner.communicate()[1].count("KeyboardInterrupt") == 1
-    assert runner.returncode == -signal.SIGINT
-
-
-@pytest.mark.parametrize(
-    ("traps", "sent", "status"), [("trap 'echo INT; exit 3' INT;", signal.SIGINT, 3), ("", signal.SIGTERM, -15)]
-)
-def test_signals_reach_a_command(start, traps, sent, status):
-    """One sent to the runner alone is passed on, once; one that ends the command ends the runner."""
-    runner = start("--quiet", "bash", "-c", f"{traps} echo ready; while :; do sleep 0.05; done")
-    assert runner.stdout.readline() == "ready\n"
-    runner.send_signal(sent)
-    assert runner.wait(timeout=60) == status
-    assert runner.stdout.read() == ("INT\n" if traps else "")
 
 
 def test_what_was_ignored_stays_ignored(start):
@@ -314,87 +278,3 @@ def test_what_a_killed_process_left_goes_with_the_next(temporary):
         alive.communicate()
     scratch.remove(made)
     assert not os.path.exists(made)
-
-
-def nobody_holds(folder) -> bool:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        return scratch.hold(number)
-    finally:
-        os.close(number)
-
-
-def test_a_runner_killed_with_all_that_it_started(temporary, start):
-    """As a container's end does; what it left goes when the next one starts."""
-    code = "print('up', flush=True); input()"
-    runner = start("--gpus", "1", "-c", code, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert runner.stdout.readline() == "up\n"
-    [left] = temporary.glob("virtualgpu-*")
-    runner.send_signal(signal.SIGSTOP)  # nobody may clean up
-    for process in [*psutil.Process(runner.pid).children(recursive=True), runner]:
-        process.kill()
-    wait_until(lambda: nobody_holds(left))  # they end a moment after
-    make_old(left)
-    mine = scratch.folder()
-    assert list(map(str, temporary.glob("virtualgpu-*"))) == [mine]
-    scratch.remove(mine)
-
-
-NOTEBOOK = """
-import sys, time, torch, torch.distributed as dist
-from virtualgpu.run.ranks import launch
-
-def worker(wait):
-    loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1)
-    for batch in loader:
-        if wait and dist.get_rank() == 0:
-            open(wait, "w").close()
-        time.sleep(600 if wait else 0)
-
-launch(worker, sys.argv[1])
-"""
-
-
-def test_a_killed_notebook(temporary, tmp_path_factory, clean_environ):
-    """Its sockets, its ranks', their loaders', and what passes between them."""
-    begun = tmp_path_factory.mktemp("notebook") / "begun"
-    mark = str(begun)
-    environ = {**clean_environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "NOTEBOOK": mark}
-    environ["TORCHINDUCTOR_CACHE_DIR"] = str(begun.parent)  # PyTorch's own, which is kept
-    command = [sys.executable, "-c", NOTEBOOK]
-    killed = subprocess.Popen([*command, mark], env=environ)
-    try:
-        wait_until(begun.exists, 100)
-    finally:
-        killed.kill()
-        killed.wait()
-    wait_until(lambda: not family("NOTEBOOK", mark), 100)
-    left = list(temporary.iterdir())
-    assert left and all(path.name.startswith(scratch.PREFIX) for path in left)
-    make_old(*left)
-    subprocess.run([*command, ""], env=environ, check=True)
-    assert list(temporary.iterdir()) == []
-
-
-RANKS = """
-import tempfile
-from virtualgpu.run.ranks import launch
-
-scratch = tempfile.TemporaryDirectory(prefix="of-a-cell-")
-launch(lambda: 0, nprocs=2)
-"""
-
-
-def test_a_notebook_that_had_ranks_ends_when_it_is_asked_to(temporary, clean_environ):
-    """ipykernel waited half a minute for what ranks are forked from; Jupyter waits five seconds, then kills."""
-    environ = {**clean_environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
-    manager, client = start_new_kernel(cwd=ROOT, env=environ)
-    try:
-        reply = client.execute(RANKS, reply=True, timeout=100)
-        assert reply["content"]["status"] == "ok", reply["content"]
-        assert list(temporary.glob("of-a-cell-*"))
-    finally:
-        client.stop_channels()
-        manager.shutdown_wait_time = 20  # the kernel is killed after half of it
-        manager.shutdown_kernel()
-    assert not list(temporary.glob("of-a-cell-*"))

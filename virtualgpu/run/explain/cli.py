@@ -1,12 +1,18 @@
-"""`python -m virtualgpu --explain`, its options read; and what it prints: a column for each rank, then what would gain most, or JSON."""
+"""`python -m virtualgpu --explain`: runs the program, as it is and with each change that could gain; and prints a column for each rank, then what
+would gain most, or JSON."""
 
 import functools
+import itertools
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from virtualgpu.environment import Settings
-from virtualgpu.run.explain import real, runs
+from virtualgpu.hardware.units import text_table
+from virtualgpu.run import cli, results, trials
 from virtualgpu.run.explain.changes import (
     COMMUNICATION,
     COMPUTING,
@@ -17,15 +23,148 @@ from virtualgpu.run.explain.changes import (
     NAMES,
     OTHER,
     WAITING,
+    Change,
+    Explained,
     Parts,
     amount,
+    candidates,
+    collect,
     mean,
 )
-from virtualgpu.run.explain.runs import Explanation, Row, Tried
-from virtualgpu.run.report import columns as aligned
 from virtualgpu.run.report import names
-from virtualgpu.run.trials import steps as trials
-from virtualgpu.run.trials.programs import ended_by_sigterm
+from virtualgpu.run.trials import Programs, ended_by_sigterm, side_by_side
+
+# -- `python -m virtualgpu --explain`: where a step of a program goes, and which changes would gain most.
+#
+# The unchanged program runs dry for a few steps of its optimizer; each rank tells where its steady steps went (parts). Then it
+# runs again for each change that could gain (candidates), with that change simulated, and what its step takes then is the answer.
+
+
+STEPS = 5
+TAKEN = "address already in use"  # what a program says whose port is its own, where another run of it has it: it runs again, alone
+NOT_ENDED = "it had not ended in time: does it step an optimizer?"
+
+
+class Row(NamedTuple):
+    """One GPU of one rank (-1: no ranks): its mean step."""
+
+    rank: int
+    gpu: int
+    parts: Parts
+
+
+class Tried(NamedTuple):
+    """A change and what the step took with it, in seconds; None, and why, where the program did not run to its last step."""
+
+    change: Change
+    step: float | None
+    words: str = ""
+
+
+class Explanation(NamedTuple):
+    """step: seconds, of the slowest rank. failed: why there is none, in a sentence; "" where there is. tried: the best first. reads: the
+    program's line that decides by a value which a dry run does not have. has_loader: was a DataLoader measured?"""
+
+    step: float = 0.0
+    rows: tuple[Row, ...] = ()
+    tried: tuple[Tried, ...] = ()
+    failed: str = ""
+    reads: str = ""
+    has_loader: bool = False
+
+    def gain(self, tried: Tried) -> float:
+        """Of a change: seconds a step."""
+        return 0.0 if tried.step is None else self.step - tried.step
+
+
+class Run(NamedTuple):
+    """What a program came to in one run. failed: "" where it made its steps."""
+
+    explained: list[Explained]
+    failed: str
+    reads: str = ""
+
+
+def run(
+    command: Sequence[str],
+    settings: Settings,
+    most: int = STEPS,
+    jobs: int | None = None,
+    limit: float | None = None,
+    show: Callable[[str], None] = lambda words: None,
+) -> Explanation:
+    """What the step of this program consists of on these GPUs, and what it would be with changes.
+
+    command: what would follow `python -m virtualgpu`. most: optimizer steps that it makes, of which the first two are left out; 0: it runs
+    to its end. jobs: programs at a time. limit: seconds after which one that has not ended has failed. show: called with words on how far
+    it is. An interrupt ends all programs.
+    """
+    settings = settings._replace(dry=True, steps=most, explain={})
+    with Programs() as programs:
+        show("the program as it is")
+        begin = time.monotonic()
+        base = once(programs, settings, command, limit)
+        patience = 60 + 20 * (time.monotonic() - begin)  # a change may make it wait for ever
+        patience = min(patience, limit or patience)
+        if base.failed:
+            return Explanation(failed=base.failed, reads=base.reads)
+        changes = candidates(base.explained, settings)
+        ended = itertools.count(1)
+
+        def again(change: Change) -> Tried:
+            result = once(programs, settings._replace(explain=dict(change.setting)), command, patience)
+            show(f"{min(next(ended), len(changes))} of {len(changes)} changes tried: {change.name}")
+            return Tried(change, None if result.failed else slowest(result.explained), result.failed)
+
+        show(f"0 of {len(changes)} changes tried")
+        tried = programs.side_by_side(again, changes, jobs or side_by_side(command, [len(settings.cards)]))
+        tried = [again(one.change) if TAKEN in one.words.lower() else one for one in tried]
+    tried.sort(key=lambda one: one.step if one.step is not None else float("inf"))
+    rows = tuple(
+        Row(one.rank, int(gpu), mean(steps_of_one))
+        for one in base.explained
+        for gpu, steps_of_one in sorted(one.gpus.items(), key=lambda item: int(item[0]))
+    )
+    has_loader = any(one.batch is not None for one in base.explained)
+    return Explanation(slowest(base.explained), rows, tuple(tried), "", base.reads, has_loader)
+
+
+def slowest(explained: Sequence[Explained]) -> float:
+    """Seconds of a step: of the rank that takes longest in it, on average over the steps."""
+    ranks = [next(iter(one.gpus.values())) for one in explained]
+    taken = [max(parts.step for parts in step) for step in zip(*ranks, strict=False)]
+    return sum(taken) / len(taken)
+
+
+def once(programs: Programs, settings: Settings, command: Sequence[str], limit: float | None = None) -> Run:
+    """The program with these settings."""
+    with cli.folder() as path:
+        environ = cli.environment_of(settings._replace(folder=path), os.environ)
+        status, output = programs.output_of(command, environ, path, limit)
+        stepped, explained = trials.collect(path), collect(path)
+        failed = _failed(status, output, stepped, explained)
+        if failed:
+            failed = results.lost(path, status, output) or failed
+    return Run(explained, failed, trials.reads(output))
+
+
+def _failed(status: int | None, output: str, stepped: Sequence[trials.Steps], explained: Sequence[Explained]) -> str:
+    if status is None:
+        return NOT_ENDED
+    if status:
+        if lacking := trials.lacking(stepped, output):
+            return f"out of memory: {lacking}"
+        return trials.end(status, output)
+    if explained:
+        return ""
+    made = max((len(one.ends) for one in stepped), default=0)
+    if made >= 2:
+        return "the program used no GPU"
+    return f"the program ended after {made} step{'s' * (made != 1)} of an optimizer of torch.optim: two at least can be told of"
+
+
+# -- What is printed.
+
 
 COLUMNS = 2  # of more ranks than so many: those with the least and the most work of their own, and the mean
 NAMED = 2  # changes that are told in a sentence
@@ -39,15 +178,12 @@ WORDS = {
     OTHER: "slowed by communication",
 }
 ELSEWHERE = "waiting for other GPUs"  # OTHER, where a process has several
-REAL = "this machine's GPUs, by torch.profiler (which makes launches slower)"
-ON_VIRTUAL = "What a change would gain is found on virtual GPUs: --explain with --gpus and --like."
 NOTHING = "No change that was tried makes the step more than 2 % shorter: it is what these GPUs take for this work."
 
 
 def main(
     command: Sequence[str],
     settings: Settings,
-    on_real: bool,
     steps: int | None = None,
     jobs: int | None = None,
     limit: float | None = None,
@@ -56,39 +192,30 @@ def main(
     """Run the program and print. The status is 0 where there is something to tell, 2 where the program failed; 130 at an interrupt,
     of which, as of SIGTERM, no program is left.
 
-    settings: the virtual GPUs. steps, jobs, limit: as of `runs.run`. on_real: this machine's own GPUs are taken, if it has some.
-
-    Raises ValueError for a program that is not there.
+    settings: the virtual GPUs. steps, jobs, limit: as of `run`. Raises ValueError for a program that is not there.
     """
-    steps = runs.STEPS if steps is None else steps
     try:
         with ended_by_sigterm(), trials.line() as show:
-            if on_real and real.gpus():
-                where, explanation = REAL, real.run(command, steps, limit, show)
-            else:
-                where = machine(settings)
-                explanation = runs.run(command, settings, steps, jobs, limit, show)
+            explanation = run(command, settings, STEPS if steps is None else steps, jobs, limit, show)
     except KeyboardInterrupt:
         print("\nInterrupted: no program is left.", file=sys.stderr)
         return 130
     if explanation.failed and not for_machines:
         print(f"python -m virtualgpu: {explanation.failed}", file=sys.stderr)
     else:
-        print(as_json(explanation) if for_machines else "\n".join(lines(explanation, where)))
+        print(as_json(explanation) if for_machines else "\n".join(lines(explanation, machine(settings))))
     return 2 if explanation.failed else 0
 
 
 def lines(explanation: Explanation, where: str) -> list[str]:
     """The table and the sentences. where: the machine, in words."""
-    if explanation.failed:
-        return [f"virtualgpu: {where}: {explanation.failed}"]
     columns = _columns(explanation.rows)
     several = len({row.gpu for row in explanation.rows}) > 1 and len({row.rank for row in explanation.rows}) == 1
     words = {**WORDS, OTHER: ELSEWHERE} if several else WORDS
     rows = []
     for name in WORDS:
         if any(amount(parts, name) >= 2e-4 * parts.step for _, parts in columns):
-            rows.append(_line(words[name], columns, functools.partial(_amount, name)))
+            rows.append(_line(words[name], columns, functools.partial(amount, name=name)))
         for kind in NAMES if name == COMPUTING else ():
             if any(parts.computing.get(kind, 0.0) >= 0.005 * parts.step for _, parts in columns):
                 rows.append(_line(f"  {kind}", columns, functools.partial(_computing, kind)))
@@ -96,9 +223,7 @@ def lines(explanation: Explanation, where: str) -> list[str]:
     if any(parts.hidden >= 5e-8 for _, parts in columns):
         rows.append(_line("communication hidden by computing", columns, lambda parts: parts.hidden))
     rows.insert(0, ["", *(head for head, _ in columns)])
-    text = [f"virtualgpu: {where}: where an optimizer's step goes", *aligned(rows, left=(0,), gap="   ")]
-    if where == REAL:
-        return [*text, ON_VIRTUAL]
+    text = [f"virtualgpu: {where}: where an optimizer's step goes", *text_table(rows, left=(0,), gap="   ")]
     if explanation.has_loader:
         text.append("The loader was measured on this machine; all other times are simulated.")
     text += sentences(explanation)
@@ -114,7 +239,9 @@ def sentences(explanation: Explanation) -> list[str]:
     gains = [one for one in real if explanation.gain(one) >= LEAST * explanation.step]
     text, causes = [], set()
     for one in gains[:NAMED]:
-        text.append(_cause(explanation, one) * (one.change.cause not in causes) + _gain(explanation, one))
+        cause = "" if one.change.cause in causes else _cause(explanation, one)
+        times = f"the step would take {milliseconds(one.step)} (now {milliseconds(explanation.step)})"
+        text.append(f"{cause}{one.change.words}, {times}.")
         causes.add(one.change.cause)
     if not gains:
         text.append(NOTHING)
@@ -133,18 +260,12 @@ def sentences(explanation: Explanation) -> list[str]:
     return text
 
 
-def _gain(explanation: Explanation, tried: Tried) -> str:
-    now = milliseconds(explanation.step)
-    return f"{tried.change.words}, the step would take {milliseconds(tried.step)} (now {now})."
-
-
 def _cause(explanation: Explanation, tried: Tried) -> str:
     row = max(explanation.rows, key=lambda row: amount(row.parts, tried.change.cause) / row.parts.step)
     share = 100 * amount(row.parts, tried.change.cause) / row.parts.step
     cause = WORDS[tried.change.cause].capitalize()
-    verb = "take" if tried.change.cause == COPIES else "takes"
     whose = "the" if row.rank < 0 or len({row.rank for row in explanation.rows}) == 1 else f"rank {row.rank}'s"
-    return f"{cause} {verb} {share:.0f} % of {whose} step. "
+    return f"{cause} takes {share:.0f} % of {whose} step. "
 
 
 def _columns(rows: Sequence[Row]) -> list[tuple[str, Parts]]:
@@ -158,10 +279,6 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, Parts]]:
     (least, first), *_, (most, last) = sorted(named, key=lambda column: column[1].work)
     average = mean([row.parts for row in rows])
     return [(f"{least}, least work", first), (f"{most}, most work", last), (f"mean of {len(named)}", average)]
-
-
-def _amount(name: str, parts: Parts) -> float:
-    return amount(parts, name)
 
 
 def _computing(kind: str, parts: Parts) -> float:

@@ -1,6 +1,6 @@
-"""In each process of `--explain`: what its GPUs did in each step, left for the runner; with a change (`changes`) where it asks for one."""
+"""In each process of `--explain`: what its GPUs did in each step, left for the runner; with one change, to see what the step would gain by it."""
 
-import functools
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -9,7 +9,8 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,10 +24,11 @@ from virtualgpu._compat import in_tf32
 from virtualgpu._compat.distributed import comm_hooks
 from virtualgpu.distributed.topology import Layout
 from virtualgpu.engine.cuda_differences import HALVES
-from virtualgpu.run import results
-from virtualgpu.run.explain import applied
-from virtualgpu.run.explain.changes import LEFT, Explained, parts
-from virtualgpu.run.trials import steps
+from virtualgpu.hardware.datasheet import Link, Spec
+from virtualgpu.hardware.machine import FREE, Host
+from virtualgpu.run import results, steps
+from virtualgpu.run.explain.changes import LEFT, Explained, nvlinked, parts
+from virtualgpu.timing.clock import Clock
 from virtualgpu.timing.trace import Recording
 from virtualgpu.torch_api.host_time import measuring
 from virtualgpu.torch_api.patches import Patches
@@ -39,15 +41,12 @@ class Watch(steps.Watch):
         super().__init__(machine, most)
         batches, patches = change.get("batches", {}), Patches()
         self.rank = environment.rank()
-        measured = functools.partial(applied.of_rank, batches)
-        self.loader = Loader(machine, patches, folder, lambda: 0.0 if "loader" in change else measured(rank()))
+        self.loader = Loader(machine, patches, folder, lambda: 0.0 if "loader" in change else of_rank(batches, rank()))
         self.half = False
-        self.collectives: dict[str, tuple[int, int, float, Callable[[int], float]]] = {}
         self.wrapped: list[DistributedDataParallel] = []
-        self.marks: list[tuple[int, dict]] = []  # batches and collectives until the end of each step
-        self.change, Layout.duration = change, self._seconds
+        self.batches_loaded: list[int] = []  # until the end of each step
         register_module_forward_pre_hook(self._note_module)
-        self.before_step = applied.apply(change, machine, patches, rank)
+        self.before_step = apply(change, machine, patches)
         machine.clock.record(Recording())
         self.before_step(0)
 
@@ -57,15 +56,15 @@ class Watch(steps.Watch):
         self.rank = rank()
         if self.count == 1:
             self.machine.clock.record(Recording())
-        self.marks.append((len(self.loader.seconds), dict(self.collectives)))
+        self.batches_loaded.append(len(self.loader.seconds))
         self.before_step(self.count)
 
     def _begin_anew(self) -> None:
         super()._begin_anew()
-        self.marks = []
+        self.batches_loaded = []
 
     def leave(self, folder: str) -> None:
-        """For `explained.collect`; and what `steps` leaves."""
+        """For `changes.collect`; and what `steps` leaves."""
         super().leave(folder)
         clock = self.machine.clock
         clock.collectives.settle()
@@ -80,7 +79,6 @@ class Watch(steps.Watch):
         explained = Explained(
             self.rank,
             gpus,
-            together=self._together(first, len(windows)),
             bucket_cap=min((ddp.bucket_bytes_cap / (1 << 20) for ddp in self.wrapped), default=None),
             compressible=self._compressible(),
             half=self.half,
@@ -97,39 +95,107 @@ class Watch(steps.Watch):
                 tensor.dtype in HALVES for tensor in module.parameters(recurse=False)
             )
 
-    def _seconds(self, kind: str, nbytes: int, ranks: int, real: Callable[[int], float]) -> float:
-        """What a collective lasts; what it is without the change is noted."""
-        if ranks > 1 and kind not in ("barrier", "p2p"):
-            count, size, seconds, _ = self.collectives.get(kind, (0, 0, 0.0, real))
-            self.collectives[kind] = count + 1, size + nbytes, seconds + real(nbytes), real
-        return applied.seconds(self.change, kind, nbytes, real)
-
     def _compressible(self) -> bool:
         unhooked = (ddp for ddp in self.wrapped if not comm_hooks(ddp))
         parameters = itertools.chain.from_iterable(ddp.parameters() for ddp in unhooked)
         return any(parameter.dtype == torch.float32 for parameter in parameters if parameter.requires_grad)
 
-    def _together(self, first: int, windows: int) -> dict[str, list[float]]:
-        if not windows:
-            return {}
-        before, together = self.marks[first][1], {}
-        for kind, (*totals, real) in self.marks[-1][1].items():
-            count, size, seconds = (
-                (total - earlier) / windows
-                for total, earlier in zip(totals, before.get(kind, (0, 0, 0.0)), strict=False)
-            )
-            together[kind] = [count, size, seconds, real(max(1, int(size)))]
-        return together
-
     def _batch(self, first: int) -> float | None:
         """Seconds, on average; None where the program has no loader."""
-        taken = self.loader.seconds[self.marks[first][0] : self.marks[-1][0]] if len(self.marks) > first else []
-        return sum(taken) / len(taken) if taken else None
+        loaded = self.batches_loaded[first:]
+        taken = self.loader.seconds[loaded[0] : loaded[-1]] if loaded else []
+        return statistics.fmean(taken) if taken else None
 
 
 def rank() -> int:
     """Of this process, as far as it knows by now: of its process group, or its launcher's word; -1 where there is none."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else environment.rank()
+
+
+# -- One change. `Settings.explain` says it; nothing of the program is changed but by these:
+#
+#     launches: 0            the host launches in no time, as CUDA graphs come near to
+#     link: 2                so many GPUs of a node are joined by NVLink (`changes` says of which card)
+#     communication: 0       collectives and copies between GPUs take no time
+#     buckets: 100           DistributedDataParallel's bucket_cap_mb; None: PyTorch's own
+#     compress: 1            DistributedDataParallel sends gradients by fp16_compress_hook
+#     half: "float16"        autocast, around all of the program
+#     tf32: 1                products of float32 in TF32
+#     factors: {rank: [...]} each rank's own work in its steps, times this
+#     loader: 0              a batch is there when it is asked for
+#     batches: {rank: s}     what a batch takes the loader, as an earlier run measured it
+
+
+def cards(change: Mapping, specs: Sequence[Spec]) -> list[Spec]:
+    """The machine's, as the change has them."""
+    if "link" in change:
+        return [spec if spec.nvlink else nvlinked(spec, change["link"])[0] for spec in specs]
+    if "communication" in change:
+        return [replace(spec, peer=Link(float("inf"), 0.0)) for spec in specs]
+    return list(specs)
+
+
+def apply(change: Mapping, machine, patches: Patches) -> Callable[[int], None]:
+    """Before the program begins. What it returns is called before each step, numbered from 0."""
+    clock, costs = machine.clock, machine.clock.costs
+    if "launches" in change:
+        clock.set(costs=FREE)
+    if "communication" in change:
+        Layout.duration = staticmethod(lambda kind, nbytes, **layout: 0.0)
+    if "buckets" in change:
+        patches.stand_in(DistributedDataParallel, "__init__", _bucketed, change["buckets"])
+    if "compress" in change:
+        register_module_forward_pre_hook(_compress)
+    if "half" in change:
+        torch.set_autocast_dtype("cuda", getattr(torch, change["half"]))
+        torch.set_autocast_enabled("cuda", True)
+
+    def before_step(number: int) -> None:
+        if "half" in change:
+            torch.clear_autocast_cache()
+        if "tf32" in change:
+            torch.set_float32_matmul_precision("high")
+        if "factors" in change:
+            factors = of_rank(change["factors"], rank()) or [1.0]
+            factor = factors[min(number, len(factors) - 1)]
+            clock.become(ScaledClock, factor=factor)
+            clock.set(costs=Host(*[value * factor if isinstance(value, float) else value for value in costs]))
+
+    return before_step
+
+
+def of_rank(table: Mapping, rank: int):
+    """What the table has for that rank, or for the one process without a rank (-1); None where it has nothing."""
+    return table.get(str(max(0, rank)))
+
+
+class ScaledClock(Clock):
+    """Kernels and copies from and to the host take `factor` times as long."""
+
+    factor = 1.0
+
+    def launch(self, gpu: int, seconds: float, *args, **kwargs) -> float:
+        """As the clock's."""
+        return super().launch(gpu, seconds * self.factor, *args, **kwargs)
+
+    def host_copy(self, gpu: int, seconds: float, *args, **kwargs) -> None:
+        """As the clock's."""
+        super().host_copy(gpu, seconds * self.factor, *args, **kwargs)
+
+
+def _compress(module: torch.nn.Module, _) -> None:
+    """Before each module's forward."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    if isinstance(module, DistributedDataParallel) and not comm_hooks(module):
+        module.register_comm_hook(None, fp16_compress_hook)
+
+
+def _bucketed(megabytes: float | None, original: Callable, *args, **kwargs) -> None:
+    """In place of DistributedDataParallel's constructor: there is no other time for it, and no hook."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.arguments["bucket_cap_mb"] = megabytes
+    original(*bound.args, **bound.kwargs)
 
 
 # -- What a program's DataLoaders take, measured on this machine, on the simulated clock: in `--explain` alone.

@@ -7,15 +7,13 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from virtualgpu.run import cli
 from virtualgpu.run.fit import search, table
 from virtualgpu.run.fit.search import Range, Trial
 from virtualgpu.run.fit.table import Price, load
 from virtualgpu.run.options import listed, split, whole_number
-from virtualgpu.run.trials.programs import ended_by_sigterm
-from virtualgpu.run.trials.steps import line
+from virtualgpu.run.trials import ended_by_sigterm, line
 
 # -- `virtualgpu.fit`: what `python -m virtualgpu fit` does, from Python or a notebook.
 
@@ -44,7 +42,7 @@ def fit(
     command: str | Sequence[str],
     like: str | Sequence[str] = "T4",
     gpus: int | Sequence[int] = 1,
-    vary: Mapping[str, Sequence | str] | None = None,
+    vary: Mapping[str, Sequence | str | Range] | None = None,
     world_size: int | None = None,
     memory: str | None = None,
     steps: int = 4,
@@ -52,6 +50,7 @@ def fit(
     prices: str | os.PathLike | None = None,
     jobs: int | None = None,
     limit: float | None = None,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> Trials:
     """Runs a program, dry and as it stands, on each card and number of GPUs and with each value of its own options: what fits, how fast, at what price.
 
@@ -66,6 +65,7 @@ def fit(
     optimizer, after which it is ended; 0: it runs to its end. samples: of all ranks in a step, a product such as
     "{batch-size}*{gpus}", where the rows that go into the model do not say it. prices: a file as hardware/data/prices.csv. jobs: programs at a
     time; one a core unless given, and one where ranks may meet at a fixed port. limit: seconds after which a program is ended, and has failed.
+    on_trial: called with each trial as it ends.
 
     Of a Trial, `reserved` and `capacity` are bytes, and `step` is in simulated seconds. Each is a process of its own, of which an interrupt leaves none.
     What does not fit or fails is a trial like others (`status`, `words`).
@@ -80,32 +80,15 @@ def fit(
         raise ValueError(f"fit: gpus={wrong[0]!r}: give whole numbers of GPUs, 1 at least")
     varied = dict(_varied(name.lstrip("-"), values) for name, values in (vary or {}).items())
     names = [name.strip() for name in like.split(",")] if isinstance(like, str) else list(like)
-    path = None if prices is None else os.fspath(prices)
-    given: dict[str, Any] = {"memory": memory, "step": steps, "jobs": jobs, "samples": samples, "limit": limit}
-    return tried(words, names, counts, varied, world_size, path, **given)
-
-
-def tried(
-    command: Sequence[str],
-    like: Sequence[str],
-    gpus: Sequence[int],
-    vary: Mapping[str, Sequence[str] | Range],
-    world_size: int | None,
-    prices: str | None,
-    on_trial: Callable[[Trial], None] = lambda trial: None,
-    **options: Any,
-) -> Trials:
-    """As `fit`, of what has been read. options: of `search.run`."""
-    price_table = load(prices)
-    with progress(like, gpus, vary) as note:
+    price_table = load(None if prices is None else os.fspath(prices))
+    with progress(names, counts, varied) as show:
 
         def ended(trial: Trial) -> None:
             on_trial(trial)
-            note(trial)
+            show(trial)
 
-        options |= {"like": like, "gpus": gpus, "vary": vary, "world_size": world_size, "on_trial": ended}
-        trials = search.run(command, **options)
-    return Trials(trials, price_table, world_size, search.searched(vary))
+        trials = search.run(words, names, counts, varied, world_size, memory, steps, jobs, samples, limit, ended)
+    return Trials(trials, price_table, world_size, search.searched(varied))
 
 
 @contextlib.contextmanager
@@ -140,7 +123,9 @@ def varied_by(text: str) -> tuple[str, Sequence[str] | Range]:
     return name, texts.split(",")
 
 
-def _varied(name: str, values: Sequence | str) -> tuple[str, Sequence[str] | Range]:
+def _varied(name: str, values: Sequence | str | Range) -> tuple[str, Sequence[str] | Range]:
+    if isinstance(values, Range):
+        return name, values
     if isinstance(values, str):
         return varied_by(f"{name}={values}")
     if not values:
@@ -201,19 +186,19 @@ def _main(arguments: list[str]) -> int:
             if name in last
         }
         world_size, prices = numbers.get("world-size"), last.get("prices")
-        trials = tried(
+        trials = fit(
             command,
-            _list(last, "like", "T4"),
-            [int(number) for number in _list(last, "gpus", "1", r"[1-9]\d*")],
-            dict(varied_by(text) for text in given.get("--vary", [])),
-            world_size,
-            prices,
-            done.append,
+            like=_list(last, "like", "T4"),
+            gpus=[int(number) for number in _list(last, "gpus", "1", r"[1-9]\d*")],
+            vary=dict(varied_by(text) for text in given.get("--vary", [])),
+            world_size=world_size,
             memory=last.get("memory"),
+            steps=numbers.get("steps", 4),
             samples=last.get("samples"),
-            step=numbers.get("steps", 4),
+            prices=prices,
             jobs=numbers.get("jobs"),
             limit=numbers.get("limit"),
+            on_trial=done.append,
         )
     except (ValueError, OSError) as error:
         print(f"python -m virtualgpu fit: {error}{cli.cure(str(error))}", file=sys.stderr)

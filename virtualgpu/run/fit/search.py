@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from virtualgpu import environment
 from virtualgpu.memory.ledger import entries
-from virtualgpu.run import cli, results
-from virtualgpu.run.trials import steps
-from virtualgpu.run.trials.programs import Programs, side_by_side
+from virtualgpu.run import cli, results, trials
+from virtualgpu.run.trials import Programs, side_by_side
 
 # -- The command of a trial: values put into it, and how many samples a step of it has.
 
@@ -101,7 +100,7 @@ def rows(shapes: Iterable[tuple[Sequence[int], int]], passes: int, batch: int, r
 
 # -- `python -m virtualgpu fit`: a program, dry, over cards, numbers of GPUs and values of its own options: what fits, and how fast.
 #
-# Each trial is the unchanged program in processes of its own, ended after a few steps of its optimizer (run/trials/steps.py). `run` gives the
+# Each trial is the unchanged program in processes of its own, ended after a few steps of its optimizer (run/steps.py). `run` gives the
 # trials as `Trial`s.
 
 
@@ -151,7 +150,7 @@ def run(
     vary: Mapping[str, Sequence[str] | Range] | None = None,
     world_size: int | None = None,
     memory: str | None = None,
-    step: int = 4,
+    most: int = 4,
     jobs: int | None = None,
     samples: str | None = None,
     limit: float | None = None,
@@ -160,8 +159,7 @@ def run(
     """Every card with every number of GPUs and every combination of values; ranges are searched, and their trials are all given.
 
     command: what would follow `python -m virtualgpu`; {gpus} and {name} in it stand for the trial's own. A value goes to the option
-    of that name, which is added where the command has none. step: how many optimizer steps a program makes. on_trial: called with each
-    trial as it ends. All else is as of `virtualgpu.fit`.
+    of that name, which is added where the command has none. most: how many optimizer steps a program makes. All else is as of `virtualgpu.fit`.
 
     Raises ValueError for a card that is not known, a range that is none or a product that is none. An interrupt ends all programs.
     """
@@ -181,7 +179,7 @@ def run(
     with Programs() as programs:
 
         def trial(card: str, count: int, values: dict[str, str]) -> Trial:
-            settings = environment.Settings(cards[card] * count, dry=True, steps=step)
+            settings = environment.Settings(cards[card] * count, dry=True, steps=most)
             if world_size is not None:
                 settings = settings._replace(cards=cards[card], single_rank=(world_size, 0, 8))
             held = {"gpus": str(count), **values}
@@ -239,7 +237,7 @@ def _trial(
     with cli.folder() as path:
         settings = settings._replace(folder=path)
         status, output = programs.output_of(command, cli.environment_of(settings, os.environ), path, limit)
-        processes, used = steps.collect(path), entries(path)
+        processes, used = trials.collect(path), entries(path)
         lost = "" if processes else results.lost(path, status, output)
     peaks = [max(usages) for usages in zip(*([u.peak_reserved for u in e.gpus] for e in used), strict=True)]
     stepped = [rank for rank in processes if rank.ends]
@@ -253,13 +251,13 @@ def _trial(
         working=slowest and slowest.working,
         ranks=len(stepped),
         samples=_samples(stepped, batch(command, trial.values), settings),
-        reads=steps.reads(output),
-        notes=tuple(steps.warnings(output)),
+        reads=trials.reads(output),
+        notes=tuple(trials.warnings(output)),
     )
     if lost:
         return trial._replace(status="failed", words=lost)
     if status == 0 and not trial.used:
-        last = steps.last_line(output)
+        last = trials.last_line(output)
         return trial._replace(
             status="failed", words="the program used no GPU" + (f", and said at its end: {last}" if last else "")
         )
@@ -268,12 +266,12 @@ def _trial(
     trial = trial._replace(step=None, samples=None)
     if status is None:
         return trial._replace(status="failed", words=f"it had not ended after {limit:g} s: does it step an optimizer?")
-    if lacking := steps.lacking(processes, output):
+    if lacking := trials.lacking(processes, output):
         return trial._replace(status="out of memory", words=lacking)
-    return trial._replace(status="failed", words=steps.end(status, output))
+    return trial._replace(status="failed", words=trials.end(status, output))
 
 
-def _samples(stepped: Sequence[steps.Steps], batch: int | None, settings: environment.Settings) -> int | None:
+def _samples(stepped: Sequence[trials.Steps], batch: int | None, settings: environment.Settings) -> int | None:
     """Of all ranks in a step: as many as went into the model, where a size of it is the batch; else the batch for each rank."""
     if batch is None or not stepped:
         return None

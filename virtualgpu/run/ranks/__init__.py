@@ -16,6 +16,7 @@ import math
 import numbers
 from pathlib import Path
 
+from virtualgpu import scratch
 from virtualgpu.run import inherit
 from virtualgpu.run.ranks import forkserver, worker
 from virtualgpu.run.ranks.watch import Rank, WorkerError, until_done
@@ -45,7 +46,7 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False,
     forkserver.require_files(forkserver.FILES + forkserver.FILES_PER_RANK * nprocs, f"{nprocs} processes")
     with forkserver.room_for_processes():
         store = forkserver.store(nprocs)
-    with forkserver.folder() as folder:
+    with scratch.lent() as folder:
         ranks = [Rank(i, Path(folder)) for i in range(nprocs)]
         try:
             with forkserver.room_for_processes():

@@ -16,8 +16,7 @@ from typing import Any
 from virtualgpu import scratch
 from virtualgpu.run import cli
 
-# -- What `launch` opens on this machine: sockets for this machine alone, and folders that go with the next launch where this process is
-# killed.
+# -- What `launch` opens on this machine: sockets for this machine alone, and what it needs.
 
 try:
     import resource
@@ -27,16 +26,6 @@ except ImportError:  # Windows
 LONG = 64  # bytes of a folder's path: ours and multiprocessing's names add 39
 OPEN_FILES = 128  # that a process of Ray's (its raylet has 56 with two workers), or of a notebook, may come to
 FILES, FILES_PER_RANK = 20, 6  # that a launch opens here: pipes, sentinels, the store and its connections
-
-
-@contextlib.contextmanager
-def folder() -> Iterator[str]:
-    """For what passes between the ranks and here; the next launch removes what a killed one left."""
-    path = scratch.folder()
-    try:
-        yield path
-    finally:
-        scratch.remove(path)
 
 
 def for_sockets() -> None:
@@ -117,13 +106,24 @@ def room_for_processes() -> Iterator[None]:
 # ignores what it is sent. The kernel would wait for both, until Jupyter kills it: its temporary folders would stay.
 
 
+# Imported before any rank is forked: what each would import by itself takes half of the time until its function begins
+PRELOADED = [
+    "cloudpickle",
+    "torch.distributed.pipelining",  # which brings PyTorch's compiler
+    "virtualgpu.session",
+    "virtualgpu.run.ranks",
+    "virtualgpu.distributed.dtensor",
+    "virtualgpu.distributed.parallel",
+]
+
+
 def context() -> Any:
     """multiprocessing's, for ranks. Where there is no fork (Windows), each starts anew."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     for_sockets()
     chosen = multiprocessing.get_context("forkserver")
-    chosen.set_forkserver_preload(["virtualgpu.run.ranks.warm"])
+    chosen.set_forkserver_preload(PRELOADED)
     return chosen
 
 

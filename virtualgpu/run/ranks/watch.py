@@ -15,6 +15,7 @@ from virtualgpu.run import cli
 from virtualgpu.run.processes import kill_tree
 from virtualgpu.run.ranks import forkserver, worker
 from virtualgpu.run.ranks.worker import ASK
+from virtualgpu.run.report import OURS, is_the_programs
 
 # -- One rank of a launch, as the notebook sees it.
 
@@ -107,9 +108,6 @@ GRACE = 0.3  # seconds in which a process that died may still be found before a 
 LONGEST = 3600.0  # seconds of one wait: the system's own limit is some weeks
 START = 120.0  # seconds in which ranks must have begun: from a cold disk PyTorch alone may take a minute
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
-PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(HERE))), "")
-LIBRARIES = (os.path.join(os.path.dirname(os.path.abspath(os.__file__)), ""), "<frozen ")
-PACKAGES = ("site-packages", "dist-packages")
 
 
 class WorkerError(RuntimeError):
@@ -186,8 +184,8 @@ def _stands(rank: Rank) -> str:
     if not frames:
         return "does not answer"
     end = next((index for index, (file, _, _) in enumerate(frames) if file.startswith(HERE)), len(frames))
-    called = [frame for frame in frames[:end] if not frame[0].startswith(PACKAGE)]  # recv waits, not our part of it
-    own = [frame for frame in called if not _of_a_library(frame[0])]
+    called = [frame for frame in frames[:end] if not frame[0].startswith(OURS)]  # recv waits, not our part of it
+    own = [frame for frame in called if is_the_programs(frame[0])]
     innermost = (called or frames)[0][2]
     if own:
         _, line, name = own[0]
@@ -195,17 +193,7 @@ def _stands(rank: Rank) -> str:
     return "is done, and waits for the others" if rank.state == "returned" else f"waits in {innermost}"
 
 
-def _of_a_library(file: str) -> bool:
-    return file.startswith(LIBRARIES) or any(part in file for part in PACKAGES)
-
-
 def frames_of(dump: str) -> list[tuple[str, str, str]]:
-    """File, line and function of each frame that faulthandler wrote, innermost first. It writes what is not ASCII as
-    \\u escapes."""
-    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', dump)
-    return [(_unescaped(file), line, _unescaped(name)) for file, line, name in frames]
-
-
-def _unescaped(text: str) -> str:
-    escape = r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))"
-    return re.sub(escape, lambda match: chr(int(match[match.lastindex or 0], 16)), text)
+    """File, line and function of each frame that faulthandler wrote, innermost first; what is not ASCII it wrote as \\u escapes."""
+    text = dump.encode("ascii", "backslashreplace").decode("unicode_escape")
+    return re.findall(r'File "(.*)", line (\d+) in (.*)', text)

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -117,6 +118,7 @@ def work(pipe: Connection, stdout: Connection, rank: int, world_size: int, port:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted cell reaches the whole group; the parent decides
     keep_tree()
     prefork.draw_own_numbers()
+    gc.freeze()  # a collection would walk through PyTorch's million objects, and copy the pages that ranks share
     try:
         payload = pipe.recv_bytes()
     except (EOFError, OSError):

@@ -106,31 +106,8 @@ class _Later:
         return getattr(library, name)
 
 
-def _say_why_it_waits(execute, ray):
-    """Ray gives Python's path to bash as it stands, for each worker with a runtime_env. Where that ends at a space, none starts."""
-    execute(ray)
-    if not hasattr(ray, "init"):
-        return
-    import functools
-    import warnings
-
-    @functools.wraps(ray.init)
-    def init(*args, **options):
-        if "py_executable" not in (options.get("runtime_env") or {}):
-            warnings.warn(
-                f"Ray's workers with a runtime_env, such as Tune's trials, do not start from {sys.executable!r}, a path that its launcher "
-                'does not quote, and would wait for ever: call ray.init(runtime_env={"py_executable": shlex.quote(sys.executable)})',
-                stacklevel=2,
-            )
-        return ray_init(*args, **options)
-
-    ray_init, ray.init = ray.init, init
-
-
 # Ray and others bring copies of pynvml under names of their own; older ones keep the library in a module called nvml.
 _EXECUTED = {"torch": _start, "pynvml": _answer, "nvml": _answer, "py3nvml": _answer}
-if set(" '\"()&;<>|$`\\*?").intersection(sys.executable):
-    _EXECUTED["ray"] = _say_why_it_waits
 
 
 def _next_sitecustomize():
@@ -145,6 +122,6 @@ def _next_sitecustomize():
 
 if __name__ == "sitecustomize":  # run/prefork.py takes the finder alone
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != _HERE]
-    if os.environ.get("VIRTUALGPU") or os.environ.get("VIRTUALGPU_PROFILED"):
+    if os.environ.get("VIRTUALGPU"):
         sys.meta_path.insert(0, _Finder())
     _next_sitecustomize()

@@ -11,27 +11,31 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # a script: the package without its __init__
     from types import ModuleType
 
     package = sys.modules["virtualgpu"] = ModuleType("virtualgpu")
-    package.__path__ = [str(Path(__file__).parents[2])]
+    package.__path__ = [str(Path(__file__).parents[1])]
 
 from virtualgpu import environment
 from virtualgpu.hardware import specs
 from virtualgpu.hardware.datasheet import Spec
+from virtualgpu.hardware.units import MIB
 from virtualgpu.memory.ledger import Board, share
-from virtualgpu.run.smi.fields import APPS, FIELDS, MIB, NONE, columns_of
 from virtualgpu.torch_api import nvml
 
 DRIVER, CUDA = nvml.DRIVER, f"{nvml.CUDA // 1000}.{nvml.CUDA % 1000 // 10}"
 ANSWERS = "-L, --query-gpu=... --format=csv (repeated by -l 1), --query-compute-apps, topo -m and the plain table are"
 LOOP = 5  # seconds: -l without a number
+NONE = "[N/A]"
 
 
 class Refused(Exception):
@@ -51,15 +55,81 @@ class GPU:
         self.busy = round(100 * busy)
 
 
-class App:
-    """One process on one GPU."""
+class App(NamedTuple):
+    """One process on one GPU, which holds so many bytes."""
 
-    def __init__(self, gpu: GPU, pid: int, used: int):
-        self.gpu, self.pid, self.used = gpu, pid, used
+    gpu: GPU
+    pid: int
+    used: int
 
+    @property
     def name(self) -> str:
         """The program that it runs, or [N/A] where the system does not tell."""
         return nvml.process_name(self.pid) or NONE
+
+
+# -- What can be asked, by the names of --help-query-gpu: of a GPU, and of a process on one.
+
+Value = Callable[[Any], object]
+FIELDS: dict[str, Value] = {
+    "timestamp": lambda gpu: time.strftime("%Y/%m/%d %H:%M:%S") + f".{time.time_ns() // 10**6 % 1000:03d}",
+    "driver_version": lambda gpu: DRIVER,
+    "count": lambda gpu: gpu.count,
+    "name": lambda gpu: gpu.card.name,
+    "uuid": lambda gpu: environment.uuid(gpu.index),
+    "index": lambda gpu: gpu.index,
+    "pci.bus_id": lambda gpu: environment.bus_id(gpu.index),
+    "pci.domain": lambda gpu: "0x0000",
+    "pci.bus": lambda gpu: f"0x{gpu.index + 1:02X}",
+    "pci.device": lambda gpu: "0x00",
+    "display_mode": lambda gpu: "Disabled",
+    "display_active": lambda gpu: "Disabled",
+    "persistence_mode": lambda gpu: "Disabled",
+    "compute_mode": lambda gpu: "Default",
+    "compute_cap": lambda gpu: "{}.{}".format(*gpu.card.capability),
+    "memory.total": lambda gpu: gpu.card.memory // MIB,
+    "memory.reserved": lambda gpu: 0,
+    "memory.used": lambda gpu: gpu.used // MIB,
+    "memory.free": lambda gpu: (gpu.card.memory - gpu.used) // MIB,
+    "utilization.gpu": lambda gpu: gpu.busy,
+    "utilization.memory": lambda gpu: gpu.busy,
+}
+APPS: dict[str, Value] = {
+    "timestamp": FIELDS["timestamp"],
+    "gpu_name": lambda app: app.gpu.card.name,
+    "gpu_bus_id": lambda app: environment.bus_id(app.gpu.index),
+    "gpu_serial": lambda app: NONE,
+    "gpu_uuid": lambda app: environment.uuid(app.gpu.index),
+    "pid": lambda app: app.pid,
+    "process_name": lambda app: app.name,
+    "used_gpu_memory": lambda app: app.used // MIB,
+}
+ALIASES = {
+    "gpu": {"gpu_name": "name", "gpu_uuid": "uuid", "gpu_bus_id": "pci.bus_id", "gpu_serial": "serial"},
+    "compute-apps": {"name": "process_name", "used_memory": "used_gpu_memory"},
+}
+# Fields of the real one that a virtual GPU cannot fill
+UNKNOWN = re.compile(
+    r"serial|vbios_version|pstate|(driver_model|gom|display_attached|addressing_mode|retired_pages)\b.*"
+    r"|(inforom|pci|pcie|fan|temperature|power|enforced|clocks\w*|utilization|encoder|ecc|mig|accounting)\..+"
+)
+UNITS = {"memory.": "MiB", "used_gpu_memory": "MiB", "power.": "W", "clocks.": "MHz", "fan.": "%", "utilization.": "%"}
+
+
+def columns_of(kind: str, fields: list[str]) -> list[tuple[str, str, Value]]:
+    """Title, unit and value of each field; `kind`: "gpu" or "compute-apps". Raises Refused for one that is none."""
+    known = FIELDS if kind == "gpu" else APPS
+    columns = []
+    for field in fields:
+        name = ALIASES[kind].get(field, field)
+        if name not in known and (kind != "gpu" or not UNKNOWN.fullmatch(name)):
+            raise Refused(f'Field "{field}" is not a valid field to query.\n\n', 2)
+        unit = next((unit for start, unit in UNITS.items() if name.startswith(start)), "")
+        columns.append((name, unit, known.get(name, lambda gpu: NONE)))
+    return columns
+
+
+# -- The command line and its answers.
 
 
 class Parser(argparse.ArgumentParser):
@@ -154,10 +224,7 @@ def answer(options: argparse.Namespace, board: Board, gpus_per_node: int | None 
     gpus = [GPU(board, index, before[index]) for index in chosen]
     if options.what == "table":
         return table(gpus)
-    try:
-        columns = columns_of(options.what, options.fields)
-    except KeyError as error:
-        raise Refused(f'Field "{error.args[0]}" is not a valid field to query.\n\n', 2) from None
+    columns = columns_of(options.what, options.fields)
     if not options.format or "csv" not in options.format:
         raise Refused('"--format=" argument missing, needs "csv" at least.\n', 1)
     rows = gpus if options.what == "gpu" else [app for gpu in gpus for app in gpu.apps]
@@ -167,7 +234,7 @@ def answer(options: argparse.Namespace, board: Board, gpus_per_node: int | None 
 def _csv(columns: list, rows: list, header: bool, units: bool) -> str:
     lines = [", ".join(f"{title} [{unit}]" if unit else title for title, unit, _ in columns)] if header else []
     for row in rows:
-        cells = [(unit, value(row)) for _, unit, value in columns]
+        cells = [(unit, str(value(row))) for _, unit, value in columns]
         lines.append(", ".join(f"{cell} {unit}" if unit and units and cell != NONE else cell for unit, cell in cells))
     return "".join(f"{line}\n" for line in lines)
 
@@ -228,7 +295,7 @@ def table(gpus: list[GPU]) -> str:
     lines += ["", whole_line, f"| {'Processes:':<85} |", f"| {title} |", whole_line]
     apps = [app for gpu in gpus for app in gpu.apps]
     for app in apps:
-        left = f"{app.gpu.index:>3} {app.pid:>10}      C   {app.name()}"
+        left = f"{app.gpu.index:>3} {app.pid:>10}      C   {app.name}"
         lines.append(f"| {left[:69]:<69}{f'{app.used // MIB}MiB':>16} |")
     if not apps:
         lines.append(f"| {'No running processes found':<85} |")
