@@ -31,7 +31,8 @@ autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 copybutton_exclude = ".linenos, .gp, .go"
-copybutton_prompt_text = "$ "
+copybutton_prompt_text = r"\$ (?!per )"  # fit's last line begins with "$ per GPU and hour"
+copybutton_prompt_is_regexp = True
 
 html_theme = "sphinx_book_theme"
 html_title = project

@@ -37,6 +37,8 @@ def made_of(notebook, stem: str, static: Path, onward: Callable[[str, str], str]
             cell.outputs = []  # the grader's word to who has not begun
         if cell.metadata.get("jupyter", {}).get("source_hidden"):
             fold(cell)
+        if prints_columns(cell):
+            cell.metadata["tags"] = [*series.tags(cell), "columns"]
         for index, output in enumerate(cell.outputs):
             if "text/html" in output.get("data", {}):
                 output.data.pop("image/png", None)
@@ -58,6 +60,12 @@ def fold(cell) -> None:
     if title:
         cell.metadata["mystnb"] = {"code_prompt_show": title[1], "code_prompt_hide": title[1]}
         cell.source = cell.source[title.end() :]
+
+
+def prints_columns(cell) -> bool:
+    """Whether lines of its output belong under each other: docs/_static/series.css breaks the others at the page's edge."""
+    printed = nbformat.v4.new_code_cell(outputs=[output for output in cell.outputs if output.output_type != "error"])
+    return bool(re.search(r"\S {2,}\S", series.said(printed)))
 
 
 def picture_file(output, folder: Path, name: str):
