@@ -40,6 +40,8 @@ def made_of(notebook, stem: str, static: Path, onward: Callable[[str, str], str]
         if prints_columns(cell):
             cell.metadata["tags"] = [*series.tags(cell), "columns"]
         for index, output in enumerate(cell.outputs):
+            if "cover" in series.tags(cell) and "image/png" in output.get("metadata", {}):
+                output.metadata["image/png"]["alt"] = series.summary(notebook).picture_says
             if "text/html" in output.get("data", {}):
                 output.data.pop("image/png", None)
                 output.data["text/html"] = with_files(output.data["text/html"], folder, names)

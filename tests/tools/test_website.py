@@ -80,6 +80,11 @@ def test_the_search_knows_the_prose(site):
     assert index.startswith("Search.setIndex(") and "micro" in index and "notebooks/03_pipeline_parallel" in index
 
 
+def covering(path):
+    """The pictures of the cell whose first one is the lesson's in the table of lessons."""
+    return next(series.pictures(cell) for cell in series.code_cells(series.read(path)) if "cover" in series.tags(cell))
+
+
 def test_the_table_of_lessons(pages):
     page = pages["lessons.html"]
     headings = [heading.text for heading in page.select("article h2")]
@@ -87,6 +92,12 @@ def test_the_table_of_lessons(pages):
     facts = [paragraph.text for paragraph in page.select(".lesson-facts")]
     minutes = "Beginner; runs in a minute and a half on two cores; here it ran in 41 s; plan [0-9]+ minutes. Before it: nothing"
     assert re.match(minutes, facts[0]), facts[0]
+    covers = [image["alt"] for image in page.select("article img")]
+    titles = [pictures[0][1] for pictures in map(covering, series.notebooks())]
+    assert all(re.match(r"Figure \((measured|simulated|data)\): .*\d", says) for says in covers), (
+        "the data, in a sentence"
+    )
+    assert len(covers) == len(titles) and not set(covers) & set(titles)
     assert "Before it: 02 (" in facts[2] and sum("Before it: " in fact for fact in facts) == len(facts)
 
 
