@@ -16,7 +16,7 @@ copyright = f"{author}; text CC BY 4.0, code MIT"
 language = "en"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design", "sphinx_copybutton"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "buttons.md"]  # buttons.md is a part of index.md
 myst_enable_extensions = ["colon_fence", "attrs_block", "attrs_inline"]
 myst_heading_anchors = 4
 suppress_warnings = ["mystnb.unknown_mime_type"]

@@ -54,8 +54,11 @@ def test_an_old_address_leads_to_the_lesson(pages):
 def test_links_and_pictures_lead_somewhere(site, pages):
     ids = {name: {tag["id"] for tag in page.find_all(id=True)} for name, page in pages.items()}
     lost = []
+    ours = website.in_repository("")
     for name, page in pages.items():
         links = [tag["href"] for tag in page.find_all("a", href=True)] + [tag["src"] for tag in page.find_all("img")]
+        files = [unquote(link.removeprefix(ours).partition("#")[0]) for link in links if link.startswith(ours)]
+        lost += [f"{name}: {file} of the repository" for file in files if not (series.ROOT / file).exists()]
         for link in (link for link in links if not ELSEWHERE.match(link)):
             target, _, section = unquote(link).partition("#")
             file = (site / name).parent.joinpath(target).resolve() if target else site.resolve() / name
@@ -63,6 +66,25 @@ def test_links_and_pictures_lead_somewhere(site, pages):
             if not file.is_file() or (section and known is not None and section not in known):
                 lost.append(f"{name}: {link}")
     assert not lost
+
+
+def test_links_of_the_repositorys_own_pages_lead_somewhere():
+    """As GitHub shows them: README.md and its like; docs/ is the site's, whose links Sphinx checks."""
+    names = ["*.md", "virtualgpu/*.md", "virtualgpu/docs/*.md", "data/*.md", "tests/*/*.md", "tests/*/*/*.md"]
+    pages = [path for name in names for path in series.ROOT.glob(name)]
+    lost = []
+    for page in pages:
+        for target, _, section in (link.partition("#") for link in website.LINK.findall(page.read_text("utf-8"))):
+            file = page.parent / unquote(target) if target else page
+            if not file.exists() or (section and file.suffix == ".md" and section not in sections(file)):
+                lost.append(f"{page.relative_to(series.ROOT)}: {target}#{section}")
+    assert len(pages) > 15 and not lost
+
+
+def sections(page: Path) -> set[str]:
+    """The addresses that GitHub gives to a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    return {website.anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.M)}
 
 
 def test_a_page_is_light_asks_nothing_of_the_outside_and_has_words_for_each_picture(site, pages):

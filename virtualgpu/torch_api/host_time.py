@@ -205,11 +205,11 @@ class Stopwatch:
     def __call__(self):
         """The time, as who asks is to be told."""
         timers, now = self.timers, None
-        kind = timers.machine.timers
-        if kind != "real" and is_a_stopwatch(sys._getframe(1)):
+        kind, caller = timers.machine.timers, sys._getframe(1)
+        if kind != "real" and is_a_stopwatch(caller):
             if kind == "simulated":
                 now = timers.simulated(self.__name__)
-            else:
+            elif not caller.f_globals.get("__name__", "").startswith("tqdm."):  # a bar's rate is nobody's measurement
                 timers.tell(self.__name__)
         return self.original() if now is None else now
 
