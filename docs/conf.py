@@ -37,6 +37,7 @@ copybutton_prompt_is_regexp = True
 html_theme = "sphinx_book_theme"
 html_title = project
 html_css_files = ["series.css"]
+html_favicon = "_static/favicon.svg"
 html_copy_source = False
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
