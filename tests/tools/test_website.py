@@ -212,12 +212,15 @@ def test_what_a_page_lacks_is_put_into_words(tmp_path):
         new_code_cell('# @title Solution { display-mode: "form" }\nx = 1', metadata=hidden, outputs=said),
         new_code_cell('# @title Drawing { display-mode: "form" }\ny = 1', metadata={"jupyter": hidden["jupyter"]}),
         new_code_cell("guess = None", metadata={"tags": ["prediction"]}),
+        new_code_cell("fit()", outputs=[new_output("stream", text="card  GPUs\n" + "a sentence " * 20)]),
+        new_code_cell("table()", outputs=[new_output("stream", text="a  b" * 40)]),
         new_code_cell("checks.x()", metadata={"tags": ["exercise"]}, outputs=said),
         new_code_cell("plot()", outputs=[shown(**{"image/png": "cGljdHVyZQ=="})]),
         new_code_cell("slide()", outputs=[shown(**two)]),
     ])  # fmt: skip
     page = lesson_page.made_of(notebook, "01_x", tmp_path, lambda text, folder: text)
-    badge, solution, drawing, _, exercise, drawn, slider = page.cells
+    badge, solution, drawing, _, fits, table, exercise, drawn, slider = page.cells
+    assert fits.metadata["tags"] == ["columns"] and table.metadata["tags"] == ["wide-columns"]
     assert "[Open in Colab](https://colab/01)" in badge.source and "svg" not in badge.source
     assert solution.source == "x = 1" and "hide-cell" in solution.metadata["tags"], "with its output"
     assert solution.metadata["mystnb"]["code_prompt_show"] == "Solution"
