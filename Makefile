@@ -37,7 +37,7 @@ doctor: setup      ## what is installed, which devices are there, and the cure o
 
 clean:             ## remove everything that make made
 	if [ -e .venv/made-by-make ] || [ -e .venv/finished ]; then rm -rf .venv; fi
-	rm -rf .nox .hypothesis build .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf .nox .hypothesis build virtualgpu/build .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup:

@@ -16,7 +16,7 @@ copyright = f"{author}; text CC BY 4.0, code MIT"
 language = "en"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design", "sphinx_copybutton"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "buttons.md"]  # buttons.md is a part of index.md
 myst_enable_extensions = ["colon_fence", "attrs_block", "attrs_inline"]
 myst_heading_anchors = 4
 suppress_warnings = ["mystnb.unknown_mime_type"]
@@ -31,11 +31,13 @@ autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 copybutton_exclude = ".linenos, .gp, .go"
-copybutton_prompt_text = "$ "
+copybutton_prompt_text = r"\$ (?!per )"  # fit's last line begins with "$ per GPU and hour"
+copybutton_prompt_is_regexp = True
 
 html_theme = "sphinx_book_theme"
 html_title = project
 html_css_files = ["series.css"]
+html_favicon = "_static/favicon.svg"
 html_copy_source = False
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}

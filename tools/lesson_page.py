@@ -13,6 +13,7 @@ import series
 from nbformat.v4 import new_output
 
 PICTURES = "pictures"
+PAGE = 105  # columns of a line that is whole from 800 pixels on (docs/_static/series.css)
 
 
 def cover(stem: str) -> str:
@@ -37,7 +38,11 @@ def made_of(notebook, stem: str, static: Path, onward: Callable[[str, str], str]
             cell.outputs = []  # the grader's word to who has not begun
         if cell.metadata.get("jupyter", {}).get("source_hidden"):
             fold(cell)
+        if columns := columns_of(cell):
+            cell.metadata["tags"] = [*series.tags(cell), "columns" if columns <= PAGE else "wide-columns"]
         for index, output in enumerate(cell.outputs):
+            if "cover" in series.tags(cell) and "image/png" in output.get("metadata", {}):
+                output.metadata["image/png"]["alt"] = series.summary(notebook).picture_says
             if "text/html" in output.get("data", {}):
                 output.data.pop("image/png", None)
                 output.data["text/html"] = with_files(output.data["text/html"], folder, names)
@@ -58,6 +63,12 @@ def fold(cell) -> None:
     if title:
         cell.metadata["mystnb"] = {"code_prompt_show": title[1], "code_prompt_hide": title[1]}
         cell.source = cell.source[title.end() :]
+
+
+def columns_of(cell) -> int:
+    """The length of the longest printed line that has columns, 0 if none has: docs/_static/series.css breaks other lines at the page's edge."""
+    printed = nbformat.v4.new_code_cell(outputs=[output for output in cell.outputs if output.output_type != "error"])
+    return max((len(line) for line in series.said(printed).splitlines() if re.search(r"\S {2,}\S", line)), default=0)
 
 
 def picture_file(output, folder: Path, name: str):

@@ -95,7 +95,7 @@ class Summary:
     runs: str  # how long the machine takes
     note: str
     picture: str | None  # PNG, base64
-    picture_says: str
+    picture_says: str  # what it shows, as `cover` in the facts has it; otherwise its title
 
 
 def summary(notebook) -> Summary:
@@ -111,7 +111,7 @@ def summary(notebook) -> Summary:
         gpus=facts.get("gpus", 0),
         **{name: facts.get(name, "") for name in ("builds", "level", "needs", "runs", "note")},
         picture=picture,
-        picture_says=says,
+        picture_says=facts.get("cover", says),
     )
 
 

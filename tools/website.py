@@ -31,6 +31,7 @@ MOVED = {  # pages that had another name: where the old address leads
     "10_pipelines_of_processes": "11_pipelines_of_processes",
 }
 LINK = re.compile(r"\]\((?!https?:|data:|mailto:)([^)\s]+)\)")
+WIDE = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n"  # a page whose lines need the column of contents, too
 
 
 class Broken(RuntimeError):
@@ -129,14 +130,15 @@ def options() -> str:
     """Every option of the runner, in its own words."""
     texts = {"python -m virtualgpu": cli.USAGE, "python -m virtualgpu fit": fit_cli.USAGE}
     sections = (f"## {command}\n\n```text\n{usage.strip()}\n```\n" for command, usage in texts.items())
-    return "# Command line\n\n" + "\n".join(sections)
+    return f"{WIDE}# Command line\n\n" + "\n".join(sections)
 
 
 def card_table() -> str:
     """The cards, and the file that says where each figure is from."""
     data = (series.ROOT / ENGINE / "hardware" / "data" / "cards.toml").read_text(encoding="utf-8")
+    table, _, notes = specs.table().strip().partition("\n\n")
     return (
-        f"# Cards\n\n```text\n{specs.table().strip()}\n```\n\n"
+        f"{WIDE}# Cards\n\n```text\n{table}\n```\n\n{notes}\n\n"
         f"## With their sources\n\nThe file that is read:\n\n```toml\n{data.strip()}\n```\n"
     )
 
@@ -182,8 +184,9 @@ def buttons(path: Path, notebook) -> str:
     """To the first lesson, where it can be run, and to the other ways to begin."""
     colab = stamp.addresses(notebook, path.name)["Colab"]
     return (
-        f"```{{button-link}} {colab}\n:color: primary\nStart lesson {path.name[:2]} in Colab\n```\n"
-        "```{button-ref} start\n:ref-type: doc\n:color: primary\n:outline:\nGet started elsewhere\n```\n"
+        f"````{{div}} first-steps\n```{{button-link}} {colab}\n:color: primary\nStart lesson {path.name[:2]} in Colab\n```\n"
+        "```{button-ref} lessons\n:ref-type: doc\n:color: primary\n:outline:\nRead the lessons\n```\n"
+        "```{button-ref} start\n:ref-type: doc\n:color: primary\n:outline:\nGet started on your machine\n```\n````\n"
     )
 
 
@@ -216,18 +219,22 @@ def series_map(lessons: list) -> str:
         column[name] = 1 + max((column[other] for other in before if other in column), default=-1)
     rows = [sum(column[other] == column[name] for other in column if other < name) for name in column]
     corner = {name: (212 * column[name], 62 * row) for name, row in zip(column, rows, strict=True)}
+    above = {}  # all that comes before a lesson: an arrow that others imply is not drawn
+    for name in sorted(needs):
+        before = [other for other in needs[name] if other in corner]
+        above[name] = set(before).union(*(above[other] for other in before))
     arrows = [
         f'<path d="M{corner[other][0] + 182} {corner[other][1] + 22} L{x - 2} {y + 22}" marker-end="url(#tip)"/>'
         for name, (x, y) in corner.items()
         for other in needs[name]
-        if other in corner
+        if other in corner and not any(other in above.get(between, ()) for between in needs[name])
     ]
     boxes = []
     for path, notebook in lessons:
         (x, y), found = corner[path.stem], series.summary(notebook)
         short = found.title.partition(":")[0].partition(" · ")[2]
-        first, _, second = textwrap.fill(short, 23, max_lines=2, placeholder=" …").partition("\n")
-        lines = f'<tspan x="{x + 8}" dy="0">{path.stem[:2]} {html.escape(first)}</tspan><tspan x="{x + 8}" dy="16">{html.escape(second)}</tspan>'
+        first, _, second = textwrap.fill(f"{path.stem[:2]} {short}", 24, max_lines=2, placeholder=" …").partition("\n")
+        lines = f'<tspan x="{x + 8}" dy="0">{html.escape(first)}</tspan><tspan x="{x + 8}" dy="16">{html.escape(second)}</tspan>'
         boxes.append(
             f'<a href="notebooks/{path.stem}.html"><title>{html.escape(found.title)}, {found.level}</title>'
             f'<rect x="{x}" y="{y}" width="182" height="44" rx="6"/><text x="{x + 8}" y="{y + 18}">{lines}</text></a>'
@@ -235,7 +242,7 @@ def series_map(lessons: list) -> str:
     width, height = 212 * max(column.values()) + 184, 62 * max(rows) + 46
     tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 L8 4 L0 8"/></marker>'
     drawing = f'<svg class="series-map" viewBox="-1 -1 {width} {height}" width="{width}" role="img" aria-label="Which lesson builds on which"><defs>{tip}</defs>{"".join(arrows + boxes)}</svg>'
-    return f"```{{raw}} html\n{drawing}\n```"
+    return f'```{{raw}} html\n<div class="series-map-frame">{drawing}</div>\n```'
 
 
 def plays(lessons: list, static: Path) -> str:

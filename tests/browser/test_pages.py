@@ -1,14 +1,16 @@
-"""The site in a real browser, on a desktop and on a phone, light and dark: nothing broken, nothing from outside."""
+"""The site in a real browser, from a desktop to a phone, light and dark: nothing broken, nothing cut, nothing from outside."""
 
 import re
 
 import pytest
 import run
 import series
+from website import MOVED
 
 from tests.browser.conftest import SLIDERS
 
-WIDTHS = {"desktop": 1440, "phone": 390}
+SCREENS = [(1440, "light"), (1440, "dark"), (1200, "light"), (820, "light"), (390, "light"), (390, "dark")]
+PHONE = 390  # a line of 105 columns cannot be whole there
 
 
 @pytest.fixture(scope="module")
@@ -16,13 +18,13 @@ def pages():
     """The pages of the stored outputs; nothing is executed."""
     assert run.main(["--stored"]) == 0
     site = series.BUILD / "site"
-    return sorted(path for path in site.rglob("*.html") if "_static" not in path.parts)
+    pages = [path for path in site.rglob("*.html") if "_static" not in path.parts]
+    return sorted(path for path in pages if path.stem not in MOVED)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width, scheme", SCREENS)
 def test_a_page_is_whole(browser, pages, width, scheme):
-    page = browser.new_page(viewport={"width": WIDTHS[width], "height": 1000}, color_scheme=scheme)
+    page = browser.new_page(viewport={"width": width, "height": 1000}, color_scheme=scheme)
     heard = []
     page.on("console", lambda message: message.type == "error" and heard.append(message.text))
     page.on("pageerror", lambda error: heard.append(str(error)))
@@ -30,7 +32,8 @@ def test_a_page_is_whole(browser, pages, width, scheme):
     for path in pages:
         page.goto(path.as_uri())
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), path.name
-        assert width == "phone" or page.evaluate(CUT) == [], f"{path.name}: code that is cut"
+        assert page.evaluate(WIDE) == [], f"{path.name}: beyond the page's edge"
+        assert width == PHONE or page.evaluate(CUT) == [], f"{path.name}: code that is cut"
         page.evaluate("document.querySelectorAll('img').forEach(image => image.loading = 'eager')")
         page.wait_for_function("[...document.images].every(image => image.complete)")
         assert page.evaluate("[...document.images].every(i => i.alt && i.naturalWidth)"), path.name
@@ -39,6 +42,19 @@ def test_a_page_is_whole(browser, pages, width, scheme):
         shots.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=shots / f"{path.stem}-{width}-{scheme}.png")
     assert not heard
+    page.close()
+
+
+def test_the_contents_of_a_page_are_beside_it_or_behind_a_button(browser, pages):
+    page = browser.new_page()
+    for width in (1440, 1200, 390):
+        page.set_viewport_size({"width": width, "height": 1000})
+        page.goto(next(path for path in pages if path.stem == SLIDERS).as_uri())
+        if width < 1440:
+            page.locator("button.secondary-toggle").click()
+        page.locator(".bd-sidebar-secondary a", has_text="What to remember").click()
+        assert page.url.endswith("#what-to-remember")
+        page.locator("#what-to-remember h2").wait_for(state="visible")
     page.close()
 
 
@@ -113,9 +129,15 @@ def test_the_front_pages_slider_moves_once(browser, pages):
     page.close()
 
 
-# Lines of code that would be whole in a hundred columns, and are not
-CUT = """() => [...document.querySelectorAll('div.cell_input pre')].filter(e => e.checkVisibility() && e.scrollWidth > e.clientWidth + 1
-    && Math.max(...e.innerText.split('\\n').map(line => line.length)) <= 105).map(e => e.innerText.slice(0, 60))"""
+# The longest line of each code cell whose lines are cut off
+CUT = """() => [...document.querySelectorAll('div.cell_input pre')].filter(e => e.checkVisibility() && e.scrollWidth > e.clientWidth + 1)
+    .map(e => e.innerText.split('\\n').reduce((a, b) => a.length < b.length ? b : a))"""
+# What is wider than the page, unless it scrolls in a box of its own
+WIDE = """() => [...document.querySelectorAll('article :is(table, pre, img, svg, figure, p, li, h1, h2, h3)')].filter(e => {
+    if (!e.checkVisibility() || e.getBoundingClientRect().right <= innerWidth + 1) return false;
+    for (; e; e = e.parentElement)
+        if (/auto|scroll/.test(getComputedStyle(e).overflowX) && e.getBoundingClientRect().right <= innerWidth + 1) return false;
+    return true; }).map(e => e.tagName + ': ' + (e.alt || e.innerText || '').slice(0, 60))"""
 # Text whose contrast with its background is under 3 to 1, on the page or in an element of it. A traceback's colours are IPython's.
 DIM = """(within) => {
     const rgba = color => (color.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);

@@ -2,13 +2,16 @@
 
 import doctest
 import re
+from pathlib import Path
 from urllib.parse import unquote
 
+import lesson_page
 import pytest
 import series
 import stamp
 import website
 from bs4 import BeautifulSoup
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 import virtualgpu
 
@@ -47,8 +50,11 @@ def test_each_lesson_has_a_page_with_a_button_for_colab(pages):
 def test_links_and_pictures_lead_somewhere(site, pages):
     ids = {name: {tag["id"] for tag in page.find_all(id=True)} for name, page in pages.items()}
     lost = []
+    ours = website.in_repository("")
     for name, page in pages.items():
         links = [tag["href"] for tag in page.find_all("a", href=True)] + [tag["src"] for tag in page.find_all("img")]
+        files = [unquote(link.removeprefix(ours).partition("#")[0]) for link in links if link.startswith(ours)]
+        lost += [f"{name}: {file} of the repository" for file in files if not (series.ROOT / file).exists()]
         for link in (link for link in links if not ELSEWHERE.match(link)):
             target, _, section = unquote(link).partition("#")
             file = (site / name).parent.joinpath(target).resolve() if target else site.resolve() / name
@@ -56,6 +62,25 @@ def test_links_and_pictures_lead_somewhere(site, pages):
             if not file.is_file() or (section and known is not None and section not in known):
                 lost.append(f"{name}: {link}")
     assert not lost
+
+
+def test_links_of_the_repositorys_own_pages_lead_somewhere():
+    """As GitHub shows them: README.md and its like; docs/ is the site's, whose links Sphinx checks."""
+    names = ["*.md", "virtualgpu/*.md", "virtualgpu/docs/*.md", "data/*.md", "tests/*/*.md", "tests/*/*/*.md"]
+    pages = [path for name in names for path in series.ROOT.glob(name)]
+    lost = []
+    for page in pages:
+        for target, _, section in (link.partition("#") for link in website.LINK.findall(page.read_text("utf-8"))):
+            file = page.parent / unquote(target) if target else page
+            if not file.exists() or (section and file.suffix == ".md" and section not in sections(file)):
+                lost.append(f"{page.relative_to(series.ROOT)}: {target}#{section}")
+    assert len(pages) > 15 and not lost
+
+
+def sections(page: Path) -> set[str]:
+    """The addresses that GitHub gives to a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    return {website.anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.M)}
 
 
 def test_a_page_is_light_asks_nothing_of_the_outside_and_has_words_for_each_picture(site, pages):
@@ -81,6 +106,11 @@ def test_the_search_works_from_the_disk_and_only_icons_that_are_used_are_loaded(
     assert len(shown) == 3 and all(re.search(rf'"?{name}"?:\[', icons) or f'"{name}"' in icons for name in shown)
 
 
+def covering(path):
+    """The pictures of the cell whose first one is the lesson's in the table of lessons."""
+    return next(series.pictures(cell) for cell in series.code_cells(series.read(path)) if "cover" in series.tags(cell))
+
+
 def test_the_table_of_lessons(pages):
     page = pages["lessons.html"]
     headings = [heading.text for heading in page.select("article h2")]
@@ -88,6 +118,12 @@ def test_the_table_of_lessons(pages):
     facts = [paragraph.text for paragraph in page.select(".lesson-facts")]
     minutes = "Beginner; runs in a minute and a half on two cores; here it ran in 41 s; plan [0-9]+ minutes. Before it: nothing"
     assert re.match(minutes, facts[0]), facts[0]
+    covers = [image["alt"] for image in page.select("article img")]
+    titles = [pictures[0][1] for pictures in map(covering, series.notebooks())]
+    assert all(re.match(r"Figure \((measured|simulated|data)\): .*\d", says) for says in covers), (
+        "the data, in a sentence"
+    )
+    assert len(covers) == len(titles) and not set(covers) & set(titles)
     assert "Before it: 02 (" in facts[2] and sum("Before it: " in fact for fact in facts) == len(facts)
 
 
@@ -150,6 +186,39 @@ def test_links_of_the_repository_are_the_sites(target, folder, led):
     assert found.endswith(led) if led.startswith(BLOB) else found == led
 
 
+def test_what_a_page_lacks_is_put_into_words(tmp_path):
+    def shown(**data):
+        return new_output("display_data", data, metadata={"image/png": {"alt": 'It "rises"', "width": 700}})
+
+    hidden = {"jupyter": {"source_hidden": True}, "tags": ["solution"]}
+    image = '<img alt="It" width="700" src="data:image/png;base64,cGFnZQ==">'
+    said = [new_output("stream", text="[not yet] it raises\n")]
+    two = {"image/png": "cGFnZQ==", "text/html": f"<p>{image}{image}</p>"}
+    notebook = new_notebook(cells=[
+        new_markdown_cell("# 01\n\n[![Open in Colab](https://badge.svg)](https://colab/01)"),
+        new_code_cell('# @title Solution { display-mode: "form" }\nx = 1', metadata=hidden, outputs=said),
+        new_code_cell('# @title Drawing { display-mode: "form" }\ny = 1', metadata={"jupyter": hidden["jupyter"]}),
+        new_code_cell("guess = None", metadata={"tags": ["prediction"]}),
+        new_code_cell("fit()", outputs=[new_output("stream", text="card  GPUs\n" + "a sentence " * 20)]),
+        new_code_cell("table()", outputs=[new_output("stream", text="a  b" * 40)]),
+        new_code_cell("checks.x()", metadata={"tags": ["exercise"]}, outputs=said),
+        new_code_cell("plot()", outputs=[shown(**{"image/png": "cGljdHVyZQ=="})]),
+        new_code_cell("slide()", outputs=[shown(**two)]),
+    ])  # fmt: skip
+    page = lesson_page.made_of(notebook, "01_x", tmp_path, lambda text, folder: text)
+    badge, solution, drawing, _, fits, table, exercise, drawn, slider = page.cells
+    assert fits.metadata["tags"] == ["columns"] and table.metadata["tags"] == ["wide-columns"]
+    assert "[Open in Colab](https://colab/01)" in badge.source and "svg" not in badge.source
+    assert solution.source == "x = 1" and "hide-cell" in solution.metadata["tags"], "with its output"
+    assert solution.metadata["mystnb"]["code_prompt_show"] == "Solution"
+    assert drawing.metadata["tags"] == ["hide-input"] and exercise.outputs == []
+    assert 'alt="It &quot;rises&quot;" width="700"' in drawn.outputs[0].data["text/html"]
+    files = [f'<img alt="It" width="700" loading="lazy" src="../_static/pictures/01_x-{i}.png">' for i in (2, 3)]
+    assert slider.outputs[0].data == {"text/html": f"<p>{''.join(files)}</p>"}
+    assert [(tmp_path / "pictures" / f"01_x-{i}.png").read_bytes() for i in (1, 2, 3)] == [b"picture", b"page", b"page"]
+    assert notebook.cells[1].source.startswith("# @title"), "the notebook itself stays"
+
+
 def test_the_examples_of_the_names_run():
     """docs/api.md has one for each public name, or says where it is shown."""
     text = (series.ROOT / "docs" / "api.md").read_text("utf-8")
@@ -164,7 +233,16 @@ def test_the_examples_of_the_names_run():
 
 
 def test_the_map_shows_what_builds_on_what():
-    lessons = [(path, series.read(path)) for path in series.notebooks()]
+    drawing = website.series_map([(path, series.read(path)) for path in series.notebooks()])
+    assert drawing.count("<a href=") == len(series.notebooks())
+    assert 8 < drawing.count("marker-end") < 2 * len(series.notebooks())
+
+
+def test_the_map_leaves_out_what_follows():
+    """01 to 02 to 03: that 03 needs 01 as well is seen already."""
+    needs = {"01_a": "nothing", "02_b": "[01](01_a.ipynb)", "03_c": "[01](01_a.ipynb) and [02](02_b.ipynb)"}
+    lessons = [
+        (Path(f"{name}.ipynb"), new_notebook(metadata={"lesson": {"needs": text}})) for name, text in needs.items()
+    ]
     drawing = website.series_map(lessons)
-    needed = "".join(series.summary(notebook).needs for _, notebook in lessons).count(".ipynb)")
-    assert drawing.count("<a href=") == len(lessons) and drawing.count("marker-end") == needed > 8
+    assert drawing.count("marker-end") == 2 and drawing.count("<a href=") == 3

@@ -259,3 +259,15 @@ def test_who_reads_it_around_synchronize_is_told_once_and_chooses(gpus, monkeypa
         assert time.perf_counter() - begin < 1
     with pytest.raises(ValueError, match='choose "simulated" or "real"'):
         virtualgpu.timers("gpu")
+
+
+def test_a_bar_is_told_nothing(gpus, monkeypatch):
+    """Its rate is this machine's, but nobody has measured anything."""
+    tqdm = pytest.importorskip("tqdm")
+    monkeypatch.setattr(session, "_timers", "told")
+    gpus.read_timers("told")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in tqdm.tqdm(range(3), disable=False, file=io.StringIO(), mininterval=0):
+            trains(1)
+            torch.cuda.synchronize()
