@@ -23,7 +23,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # Where tests start processes or train. What is left, `pytest -m "not slow" tests`, answers in half a minute.
 SLOW = re.compile(
     r"tests/(virtualgpu/(run|engine|distributed|sanitizer|timing/test_(clock|streams)|memory/test_(events|out_of_memory)|torch_api/test_(data_parallel|hooks|files)|session/test_session|test_programs)"
-    r"|notebooks/test_(checks|notebook|train|pipeline)|helpers/test_(faults|tuning|predictions|cells)|tools/test_(classroom|run)|virtualgpu/test_package)"
+    r"|notebooks/test_(checks|notebook|train)|helpers/test_(faults|tuning|predictions|cells)|tools/test_(classroom|run)|virtualgpu/test_package)"
 )
 
 MARKERS = [

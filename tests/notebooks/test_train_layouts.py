@@ -1,14 +1,17 @@
-"""Notebook 12's script: in every layout it trains the same model."""
+"""Notebook 12's script trains the same model in every layout, and notebook 11's in stages as on one device."""
 
 import contextlib
+import runpy
 
 import pytest
+import series
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor.parallel import loss_parallel
 
 import virtualgpu
+from helpers.data import digits
 from notebooks.scripts import train_llama
 from notebooks.scripts.llama import Llama
 
@@ -54,3 +57,27 @@ def test_all_layouts_train_the_same():
     ):
         for losses in virtualgpu.launch(trained, layout, nprocs=4, timeout=120):
             assert losses == pytest.approx(alone, rel=0.01), layout
+
+
+SCRIPT = series.NOTEBOOKS / "scripts" / "train_pipeline.py"
+
+
+def one_device(epochs, batch_size):
+    model, (images, labels) = runpy.run_path(str(SCRIPT))["make_model"](), digits()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    order = torch.Generator().manual_seed(0)
+    for epoch in range(epochs):
+        losses = []
+        for batch in torch.randperm(len(images), generator=order).split(batch_size)[:-1]:
+            optimizer.zero_grad()
+            losses.append(torch.nn.functional.cross_entropy(model(images[batch]), labels[batch]))
+            losses[-1].backward()
+            optimizer.step()
+        yield f"epoch {epoch}: loss {torch.stack(losses).mean():.2f}"
+
+
+def test_two_stages_train_as_one_device_does():
+    """What torchrun prints is in notebook 11, and nbval compares it."""
+    cells = series.code_cells(series.read(series.NOTEBOOKS / "11_pipelines_of_processes.ipynb"))
+    (shown,) = [cell.outputs[0].text for cell in cells if "train_pipeline.py" in cell.source]
+    assert shown.splitlines() == list(one_device(2, 64))
