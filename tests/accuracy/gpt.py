@@ -51,7 +51,8 @@ class Block(nn.Module):
         return (part.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
 
     def attend(self, x):
-        return self.out(self.mix(*self.split(x)).transpose(1, 2).reshape(*x.shape[:2], -1))
+        q, k, v = self.split(x)  # by name, as programs have them: held until this returns
+        return self.out(self.mix(q, k, v).transpose(1, 2).reshape(*x.shape[:2], -1))
 
     def forward(self, x):
         x = x + self.drop(self.attend(self.norms[0](x)))
@@ -69,13 +70,16 @@ class GPT(nn.Module):
         self.recompute = False
 
     def forward(self, tokens):
-        # by name, as the programs have it: so its memory is held until the last block
-        embedded = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
-        x = self.drop(embedded)
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        if self.drop.p:
+            _embedded, x = x, self.drop(x)  # held until this returns, as programs have it by name
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        x = self.norm(x)
-        return self.head(x) if self.head else F.linear(x, self.words.weight)
+        logits = self.head(self.norm(x)) if self.head else F.linear(self.norm(x), self.words.weight)
+        return self.given(logits, tokens)
+
+    def given(self, logits, tokens):
+        return logits
 
 
 class OldBlock(Block):

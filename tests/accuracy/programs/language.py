@@ -100,8 +100,8 @@ class GPT2(gpt.GPT):
         blocks = [block(hidden, hidden // 64, bias=False) for _ in range(layers)]
         super().__init__(vocabulary, length, hidden, blocks)
 
-    def forward(self, tokens):
-        return F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
+    def given(self, logits, tokens):
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 def gpt2(row: Published) -> Step:
