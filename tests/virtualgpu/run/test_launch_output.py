@@ -1,7 +1,6 @@
 """What ranks print comes back, whatever way they print it; and where each rank stands at the time limit."""
 
 import contextlib
-import io
 import os
 import subprocess
 import sys
@@ -80,14 +79,6 @@ def test_what_a_rank_prints_comes_back(capsys, worker, lines, fails):
         launch(worker, nprocs=1)
     found = capsys.readouterr().out.splitlines()
     assert (sorted(found) if worker in (threads, a_loader) else found) == [f"[rank 0] {line}" for line in lines]
-
-
-def test_a_notebook_that_prints_ascii_alone(monkeypatch):
-    """As in the C locale: the result must not be lost for a letter."""
-    content = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, "ascii", line_buffering=True))
-    assert launch(lambda: print("caf\u00e9") or 7, nprocs=1) == [7]
-    assert content.getvalue() == b"[rank 0] caf\\xe9\n"
 
 
 # -- where each rank stands

@@ -36,12 +36,6 @@ while True:
 """
 
 
-def test_status_and_stdin_are_the_programs(run):
-    code = "import sys; print(sys.stdin.read()[::-1], sys.argv); sys.exit(7)"
-    ended = run("-c", code, "--gpus", input="abc", anew=True)
-    assert (ended.returncode, ended.stdout) == (7, "cba ['-c', '--gpus']\n")
-
-
 def test_each_signal_comes_once(start):
     runner = start("--quiet", "-c", WAITS)
     program = int(runner.stdout.readline().split()[1])
