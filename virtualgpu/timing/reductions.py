@@ -1,7 +1,8 @@
 """Kernels that add up: CUDA's reductions (sum, mean, max, var, any and their kind) and norms, by the blocks of threads that they are cut into.
 
-**Reductions.** Where each output has many inputs and there are few outputs, several blocks share an output: each leaves its part in a buffer, and a counter
-for each tells who is the last and adds up the parts. aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig, ReduceConfig); PyTorch 2.11.
+**Reductions.** Where each output has many inputs and there are few outputs, several blocks share an output: each leaves its part in a buffer, and a
+counter for each tells who is the last and adds up the parts. aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig, ReduceConfig); PyTorch 2.11.
+
 **Batch norm.** Channels first, one block of 512 threads has a whole channel: few channels leave most of a large GPU idle, and very many of few
 numbers take a block's fixed time each (aten/src/ATen/native/cuda/Normalization.cuh; cuDNN's bn_fw_tr_1C11_* and bn_bw_1C11_* have the same
 blocks). Channels last, an image is cut into tiles of 32 channels (the same file, flexible_launch_configs; cuDNN's batchnorm_*_nhwc_semiPersist).
@@ -9,9 +10,8 @@ PyTorch takes its own kernels for weights in 16 bits and for bfloat16 (Normaliza
 each row (layer_norm_kernel.cu). Constants are cycles of a multiprocessor, of an H100 (tests/gpu/h100_profiled.csv; PyTorch 2.11, cuDNN 9.19).
 """
 
-import functools
 import operator
-from functools import partial
+from functools import lru_cache, partial
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
@@ -82,7 +82,7 @@ def plan(source: torch.Tensor, dims, spec) -> Plan:
     return _plan(*layout, tuple(dims), spec.processors, spec.limits.threads)
 
 
-@functools.lru_cache(4096)
+@lru_cache(4096)
 def _plan(shape, strides, offset: int, dims, processors: int, threads: int) -> Plan:
     reduced, remaining = _coalesced(shape, strides, dims)
     inputs, outputs = (prod(size for size, _ in group) for group in (reduced, remaining))
