@@ -21,7 +21,7 @@ from virtualgpu.hardware.specs import Spec
 PATCH_MODULES = """
     torch_api.memory torch_api.random torch_api.cuda torch_api.streams torch_api.tensor torch_api.construct
     torch_api.functions torch_api.moves torch_api.files torch_api.processes torch_api.data_parallel torch_api.host_time
-    distributed.process_group torch_api.autocast torch_api.hooks torch_api.nvml torch_api.surface"""
+    distributed.operations torch_api.autocast torch_api.hooks torch_api.nvml torch_api.surface"""
 
 with names_of_pytorch():
     import torch
