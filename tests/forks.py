@@ -21,7 +21,7 @@ import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from virtualgpu.run import cli, prefork
+from virtualgpu.run import launcher, prefork
 
 DYNAMO = (
     "import sympy, torch.distributed.tensor"  # what torch._dynamo imports at its first use, and what takes its time
@@ -75,7 +75,7 @@ OWN = re.compile(
     prefork.OF_RANKS.pattern
     + "|HELPERS_GPUS|PATH|PYTHONPATH|TMPDIR|HOME|USERPROFILE|CUDA_MODULE_LOADING|TRITON_INTERPRET|OMP_(NUM_THREADS|WAIT_POLICY)|TORCHELASTIC_.*|TORCH_NCCL_.*|(GROUP|ROLE|LOCAL)_.*|JPY_PARENT_PID|CLICOLOR(_FORCE)?|FORCE_COLOR|TERM|(GIT_)?PAGER|MPLBACKEND|PYDEVD_USE_FRAME_EVAL|TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 )
-BEFORE = cli.defaults({}) | os.environ  # what tests set is theirs
+BEFORE = launcher.defaults({}) | os.environ  # what tests set is theirs
 
 
 class WarmPython(prefork.SpawnServer):
@@ -239,7 +239,7 @@ def _execute(words: list[str]) -> None:
     sys.argv[:] = [what, *rest[1:]] if what in ("-c", "-m") else words
     sys.orig_argv[:] = [sys.executable, *words]
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[1:1] = [path for path in given if path not in ("", cli.SITE, *sys.path)]
+    sys.path[1:1] = [path for path in given if path not in ("", launcher.SITE, *sys.path)]
     if what == "-m":
         sys.path[0] = os.getcwd()
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

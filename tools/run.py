@@ -35,7 +35,7 @@ from nbval.plugin import get_sanitize_patterns
 from tqdm import tqdm
 
 from virtualgpu import scratch
-from virtualgpu.run import cli
+from virtualgpu.run import launcher
 from virtualgpu.run.ranks import forkserver
 from virtualgpu.run.trials import ended_by_sigterm
 
@@ -204,7 +204,7 @@ async def execute(path: Path) -> dict:
             error = f"cell {at} of {len(cells)}: the kernel died (out of memory?)"
         except Exception as failure:  # of jupyter_client, zmq, the system
             what = f"cell {at} of {len(cells)}: " if at else "the kernel did not start: "
-            error = f"{what}{failure}{cli.cure(str(failure)) or DAMAGED}"
+            error = f"{what}{failure}{launcher.cure(str(failure)) or DAMAGED}"
     seconds = time.perf_counter() - start
     tidy(notebook)
     try:

@@ -112,12 +112,12 @@ class _State:
 
     def turn_on(self, settings: environment.Settings) -> None:
         """Fresh virtual GPUs here, and the same in processes started from now on."""
-        from virtualgpu.run import cli
+        from virtualgpu.run import launcher
 
         if self._folder is None:
-            self._folder = self._cleanup.enter_context(cli.folder())
+            self._folder = self._cleanup.enter_context(launcher.folder())
         settings = settings._replace(folder=self._folder, sanitize=settings.sanitize or self.sanitize)
-        for name, value in cli.variables(settings, os.environ).items():
+        for name, value in launcher.variables(settings, os.environ).items():
             self._environ.setdefault(name, os.environ.get(name))
             os.environ[name] = value
         restart(settings, again=self.on == settings)
@@ -209,7 +209,7 @@ def _marked(
     memory: int | str | None = None,
     sanitize: bool = False,
 ) -> environment.Settings:
-    from virtualgpu.run import cli, options
+    from virtualgpu.run import launcher, options
 
     count = None if n is None else options.number_of_gpus(str(n))
-    return environment.Settings(cli.find_cards(count, like or "T4", memory), sanitize=sanitize)
+    return environment.Settings(launcher.find_cards(count, like or "T4", memory), sanitize=sanitize)

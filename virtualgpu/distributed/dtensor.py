@@ -9,8 +9,8 @@ from torch.distributed import device_mesh
 from virtualgpu import _compat
 from virtualgpu._compat.distributed import dtensor_random
 from virtualgpu.distributed.process_group import with_numbers
-from virtualgpu.engine.eager import Plain
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.rng import Plain
 from virtualgpu.engine.storage import Allocation, label
 from virtualgpu.engine.values import values_of
 from virtualgpu.torch_api.patches import Patches, standing_in

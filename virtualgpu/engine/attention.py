@@ -10,7 +10,7 @@ from torch.backends import cuda as settings
 from torch.nn.attention import SDPBackend
 
 from virtualgpu import _compat
-from virtualgpu.engine import cuda_differences, eager
+from virtualgpu.engine import cuda_differences, rng
 from virtualgpu.engine.cuda_differences import HALVES
 from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.placement import wrong_device
@@ -254,7 +254,7 @@ def forward(dispatch, func, args, kwargs):
         if not machine.dry:
             require_room([out.nbytes, logsumexp.nbytes], gpu)
             if call.dropout:
-                number = eager.keep(torch.cuda.default_generators[gpu.index])
+                number = rng.keep(torch.cuda.default_generators[gpu.index])
             out, logsumexp = _attend(call, machine, gpu, out, logsumexp)
         outputs = [out, logsumexp if efficient or flash else logsumexp.unsqueeze(-1)]
         dtype, size = (torch.uint64, (2,)) if flash else (torch.int64, ())
@@ -324,7 +324,7 @@ def _attend(call: Call, machine, gpu, out, logsumexp) -> list[torch.Tensor]:
     else:
         args = (*values, bias)
         if call.dropout:
-            attended = eager.as_default(machine, torch.cuda.default_generators[gpu.index], call.on_cpu, args, {})
+            attended = rng.as_default(machine, torch.cuda.default_generators[gpu.index], call.on_cpu, args, {})
         else:
             attended = call.on_cpu(*args)
         sums = _sums(call, *args) if logsumexp.numel() else None
@@ -370,7 +370,7 @@ def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bo
     with torch.enable_grad(), _compat.with_autograd():
         args = (*values, bias)
         if call.dropout:
-            again = eager.as_default(machine, eager.generator_at(call.values["philox_seed"]), call.on_cpu, args, {})
+            again = rng.as_default(machine, rng.generator_at(call.values["philox_seed"]), call.on_cpu, args, {})
         else:
             again = call.on_cpu(*args)
         # nan is nan, as where a pipeline learns shapes from memory that nobody has written. Another result: a part of a longer sequence,

@@ -8,8 +8,8 @@ from torch import Tensor
 from virtualgpu import _compat
 from virtualgpu.engine import cuda_differences
 from virtualgpu.engine.cuda_checks import ALERTS, CHECKS
-from virtualgpu.engine.eager import draws, from_default, with_generator
 from virtualgpu.engine.gpu import USERS
+from virtualgpu.engine.rng import draws, from_default, with_generator
 from virtualgpu.engine.scratch_memory import TEMPORARIES
 from virtualgpu.engine.storage import gpu_of, tensors_of
 from virtualgpu.timing import host

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from virtualgpu import _compat, errors
 from virtualgpu.engine import attention, cuda_only_ops, rnn, values
-from virtualgpu.engine.eager import as_default
 from virtualgpu.engine.frames import warn_at_the_program
 from virtualgpu.engine.operations import Operation
 from virtualgpu.engine.placement import two_devices
+from virtualgpu.engine.rng import as_default
 from virtualgpu.engine.storage import gpu_of, gpu_of_storage, is_pinned, pin, place_output, tensors_of
 from virtualgpu.engine.timing import Kernel
 from virtualgpu.timing import attention as flops

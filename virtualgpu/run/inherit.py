@@ -13,7 +13,7 @@ from dataclasses import replace
 from virtualgpu import environment, scratch
 from virtualgpu.environment import Card, Settings
 from virtualgpu.memory.ledger import Ledger
-from virtualgpu.run import cli, results
+from virtualgpu.run import launcher, results
 
 
 def export_state(dry: bool) -> bytes | None:
@@ -62,7 +62,7 @@ def variables() -> dict[str, str]:
         timers=session.timers_of_others(),
         **settings,
     )
-    return cli.variables(settings, dict(os.environ))
+    return launcher.variables(settings, dict(os.environ))
 
 
 def import_state(offered: bytes | None) -> None:

@@ -29,7 +29,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from multiprocessing import util
 
 from virtualgpu import environment
-from virtualgpu.run.cli import SITE
+from virtualgpu.run.launcher import SITE
 from virtualgpu.run.processes import ROOT, SUBREAPER
 
 CODE = f"""
@@ -193,8 +193,8 @@ def serve(number: int) -> types.CodeType:
 
     gc.enable()
     gc.freeze()  # a collection would walk through a million objects, and copy the pages that programs share
-    import virtualgpu.run.child
-    import virtualgpu.session  # noqa: F401
+    for module in ("virtualgpu.run.child", "virtualgpu.session"):  # what each process of a program imports
+        importlib.import_module(module)
 
     requests = socket.socket(fileno=number)
     while True:

@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from virtualgpu.environment import DRY_HAS_NO_VALUES
-from virtualgpu.run import cli, results
+from virtualgpu.run import launcher, results
 from virtualgpu.run.prefork import ScriptServer
 from virtualgpu.run.processes import Warden, kill_tree
 from virtualgpu.run.report import is_the_programs, size
@@ -104,7 +104,7 @@ class Programs:
         """As `run`: the exit status, and all that the program printed, which is kept in `folder` meanwhile."""
         output = os.path.join(folder, "output")
         with open(output, "wb") as file:
-            status = self.run(cli.command(list(command), environ.get("PATH")), dict(environ), file, limit)
+            status = self.run(launcher.command(list(command), environ.get("PATH")), dict(environ), file, limit)
         with open(output, encoding="utf-8", errors="replace") as file:
             return status, file.read()
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.eager import GENERATORS, Plain
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.rng import GENERATORS, Plain
 from virtualgpu.engine.storage import gpu_of
 from virtualgpu.errors import no_device
 from virtualgpu.torch_api.patches import Patches, standing_in

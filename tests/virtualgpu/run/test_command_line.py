@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from virtualgpu import environment, scratch
-from virtualgpu.run import cli, options
+from virtualgpu.run import cli, launcher, options
 
 LONE = "--dry --world-size"
 REFUSED = [
@@ -123,12 +123,12 @@ def test_processes_learn_of_nodes(line, expected):
 
 
 def test_cards_for_each_gpu(tmp_path, monkeypatch):
-    assert [card.name for card in cli.find_cards(None, "T4", None)] == ["Tesla T4"] * 2
-    mixed = cli.find_cards(None, "T4, A100", "16 GB")
+    assert [card.name for card in launcher.find_cards(None, "T4", None)] == ["Tesla T4"] * 2
+    mixed = launcher.find_cards(None, "T4, A100", "16 GB")
     assert [(card.name, card.memory) for card in mixed] == [("Tesla T4", 16 << 30), ("NVIDIA A100-SXM4-40GB", 16 << 30)]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text('base = "T4"\nname = "Mine"\n')
-    (mine,) = cli.find_cards(1, "mine.toml", None)
+    (mine,) = launcher.find_cards(1, "mine.toml", None)
     assert (mine.name, mine.like) == ("Mine", str(tmp_path / "mine.toml"))  # wherever the program goes
 
 
@@ -178,17 +178,17 @@ def test_a_script_goes_to_this_python_and_a_command_by_itself(tmp_path, monkeypa
         (["plain.sh"], [*python, "plain.sh"]),
         ([own], [own]),
     ]:
-        assert cli.command(words) == started
+        assert launcher.command(words) == started
     (tmp_path / "trainer").write_text("print(2)\n")  # a file comes before a command
-    assert cli.command(["trainer"]) == [*python, "trainer"]
+    assert launcher.command(["trainer"]) == [*python, "trainer"]
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     torchrun = os.path.join(os.path.dirname(sys.executable), "torchrun")
     if os.path.exists(torchrun):  # of this Python's environment, also where that is not on PATH
-        assert cli.command(["torchrun", "x.py"]) == [*python, torchrun, "x.py"]
+        assert launcher.command(["torchrun", "x.py"]) == [*python, torchrun, "x.py"]
 
 
 def test_flags_of_python_are_the_programs():
-    flags = cli.interpreter_flags
+    flags = launcher.interpreter_flags
     assert flags(["python", "-X", "dev", "-u", "-m", "virtualgpu", "-m", "virtualgpu"]) == ["-X", "dev", "-u"]
     assert flags(["python", "-um", "virtualgpu", "x.py"]) == ["-u"]
     assert flags(["python", "-m", "virtualgpu", "x.py"]) == flags(["pytest", "x"]) == []

@@ -8,7 +8,7 @@ import pytest
 
 from virtualgpu import environment
 from virtualgpu.hardware import specs
-from virtualgpu.run import cli, results
+from virtualgpu.run import launcher, results
 from virtualgpu.run.explain import changes, watch
 from virtualgpu.run.explain import cli as explain
 from virtualgpu.run.explain.changes import Explained, Parts, kind_of, mean, parts
@@ -16,7 +16,7 @@ from virtualgpu.timing.trace import Span
 
 
 def settings(gpus=2, like="T4", **more):
-    return environment.Settings(cli.find_cards(gpus, like, None), **more)
+    return environment.Settings(launcher.find_cards(gpus, like, None), **more)
 
 
 # -- Where a step went: each moment is in one part, and the parts add up to the step

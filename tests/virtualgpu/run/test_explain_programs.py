@@ -7,7 +7,7 @@ import pytest
 
 from tests.virtualgpu.run.test_fit import TRAIN
 from virtualgpu import environment
-from virtualgpu.run import cli
+from virtualgpu.run import cli, launcher
 from virtualgpu.run.explain import cli as explain
 
 # Fat layers, whose gradients are large beside their work
@@ -83,7 +83,7 @@ SLOW = "dict(bucket_cap_mb=0.01)"
 
 
 def settings_of(like, gpus=1, **more):
-    return environment.Settings(cli.find_cards(gpus, like, None), **more)
+    return environment.Settings(launcher.find_cards(gpus, like, None), **more)
 
 
 @pytest.fixture

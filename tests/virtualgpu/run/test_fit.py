@@ -11,7 +11,7 @@ import torch
 
 import virtualgpu
 from virtualgpu import environment
-from virtualgpu.run import cli, results, steps, trials
+from virtualgpu.run import launcher, results, steps, trials
 from virtualgpu.run.fit import cli as fit_cli
 from virtualgpu.run.fit import search, table
 from virtualgpu.run.fit.search import Range, Trial
@@ -346,7 +346,7 @@ def test_what_a_full_disk_left_out_is_not_laid_at_the_programs_door(monkeypatch)
 
     def trial(status):
         ended = SimpleNamespace(output_of=lambda *args: (status, ""))
-        cards = environment.Settings(cli.find_cards(1, "T4", None))
+        cards = environment.Settings(launcher.find_cards(1, "T4", None))
         return search._trial(ended, cards, ["a.py"], Trial("T4", 1, {}, "fits"), None)
 
     assert trial(0).words == "the program used no GPU"

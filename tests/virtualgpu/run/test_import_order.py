@@ -43,9 +43,9 @@ def test_the_runner_itself_imports_no_torch_and_nothing_that_windows_has_not():
     code = """if True:
         import sys
         sys.modules |= dict.fromkeys(["fcntl", "resource", "pwd", "grp", "termios"])
-        from virtualgpu.run import cli, ranks
+        from virtualgpu.run import cli, launcher, ranks
         import virtualgpu.run.explain.cli, virtualgpu.run.fit.cli
         cli._settings(cli.parse("--dry --world-size 8 --network NDR --like A100 x.py".split()))
-        print(cli.find_cards(2, "A100", "16GB")[1].memory, "torch" in sys.modules)"""
+        print(launcher.find_cards(2, "A100", "16GB")[1].memory, "torch" in sys.modules)"""
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.split() == [str(16 << 30), "False"]

@@ -12,7 +12,7 @@ import pytest
 from tests import forks
 from tests.processes import free_port, wait_until
 from virtualgpu import environment
-from virtualgpu.run import cli
+from virtualgpu.run import launcher
 from virtualgpu.run.prefork import Forked, ScriptServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="each starts anew here")
@@ -60,10 +60,10 @@ def python():
 
 @pytest.fixture
 def environ(clean_environ, tmp_path):
-    cards = tuple(cli.find_cards(2, "T4", None))
+    cards = tuple(launcher.find_cards(2, "T4", None))
     settings = environment.Settings(cards, dry=True, steps=3, folder=str(tmp_path / "left"))
     os.mkdir(settings.folder)
-    return cli.environment_of(settings, clean_environ)
+    return launcher.environment_of(settings, clean_environ)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from virtualgpu.run import cli
+from virtualgpu.run import launcher
 
 ROOT = Path(__file__).resolve().parents[3]
 EVERYWHERE = """
@@ -173,7 +173,7 @@ def test_small_programs(run, tmp_path, words, environ, anew, status, printed, er
 
 def test_how_threads_wait_is_left_to_who_has_said_so():
     for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        assert "OMP_WAIT_POLICY" not in cli.defaults({name: "1"})
+        assert "OMP_WAIT_POLICY" not in launcher.defaults({name: "1"})
 
 
 # -- A kernel of Triton is interpreted: right numbers, on its GPU, one kernel of time, no memory

@@ -16,7 +16,7 @@ from virtualgpu import environment
 from virtualgpu.environment import Settings
 from virtualgpu.memory.ledger import Ledger
 from virtualgpu.monitor import NVMLSource, Reading
-from virtualgpu.run import cli
+from virtualgpu.run import launcher
 from virtualgpu.torch_api import nvml
 from virtualgpu.torch_api.patches import Patches
 
@@ -26,11 +26,11 @@ GIB, MIB = 1 << 30, 1 << 20
 @pytest.fixture
 def machine(monkeypatch):
     """Call it: this process is under a runner with these cards."""
-    with cli.folder() as folder:
+    with launcher.folder() as folder:
 
         def call(cards, **settings) -> str:
             given = Settings(tuple(cards), folder=folder, **settings)
-            for name, value in cli.variables(given, os.environ).items():
+            for name, value in launcher.variables(given, os.environ).items():
                 monkeypatch.setenv(name, value)
             return folder
 
@@ -155,7 +155,7 @@ def ways(text):
     ],
 )
 def test_topology(machine, like, way):
-    machine(cli.find_cards(2, like, None))
+    machine(launcher.find_cards(2, like, None))
     matrix = smi("topo -m")
     assert ways(matrix) == [f"X {way}", f"{way} X"]
     first, row = matrix.splitlines()[:2]
@@ -166,7 +166,7 @@ def test_topology(machine, like, way):
 
 
 def test_topology_of_nodes(machine):
-    machine(cli.find_cards(4, "H100", None), gpus_per_node=2)
+    machine(launcher.find_cards(4, "H100", None), gpus_per_node=2)
     matrix = smi("topo -m")
     assert ways(matrix) == ["X NV18 N/A N/A", "NV18 X N/A N/A", "N/A N/A X NV18", "N/A N/A NV18 X"]
     assert matrix.endswith("\n  N/A  = On another node: reached over the network (virtual GPUs alone)\n")

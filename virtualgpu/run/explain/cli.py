@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from virtualgpu.environment import Settings
 from virtualgpu.hardware.units import text_table
-from virtualgpu.run import cli, results, trials
+from virtualgpu.run import launcher, results, trials
 from virtualgpu.run.explain.changes import (
     COMMUNICATION,
     COMPUTING,
@@ -138,8 +138,8 @@ def slowest(explained: Sequence[Explained]) -> float:
 
 def once(programs: Programs, settings: Settings, command: Sequence[str], limit: float | None = None) -> Run:
     """The program with these settings."""
-    with cli.folder() as path:
-        environ = cli.environment_of(settings._replace(folder=path), os.environ)
+    with launcher.folder() as path:
+        environ = launcher.environment_of(settings._replace(folder=path), os.environ)
         status, output = programs.output_of(command, environ, path, limit)
         stepped, explained = trials.collect(path), collect(path)
         failed = _failed(status, output, stepped, explained)

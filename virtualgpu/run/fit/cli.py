@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from virtualgpu.run import cli
+from virtualgpu.run import launcher
 from virtualgpu.run.fit import search, table
 from virtualgpu.run.fit.search import Range, Trial
 from virtualgpu.run.fit.table import Price, load
@@ -201,7 +201,7 @@ def _main(arguments: list[str]) -> int:
             on_trial=done.append,
         )
     except (ValueError, OSError) as error:
-        print(f"python -m virtualgpu fit: {error}{cli.cure(str(error))}", file=sys.stderr)
+        print(f"python -m virtualgpu fit: {error}{launcher.cure(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         if done and "json" not in last:

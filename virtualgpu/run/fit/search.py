@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from virtualgpu import environment
 from virtualgpu.memory.ledger import entries
-from virtualgpu.run import cli, results, trials
+from virtualgpu.run import launcher, results, trials
 from virtualgpu.run.trials import Programs, side_by_side
 
 # -- The command of a trial: values put into it, and how many samples a step of it has.
@@ -175,7 +175,7 @@ def run(
             raise ValueError(f"{name}={low}..{high}: the first number is to be 1 or more, and not above the second")
     if world_size is not None and list(gpus) != [1]:
         raise ValueError(f"with a world size of {world_size} one rank plays alone, on one GPU: give no number of GPUs")
-    cards = {name: cli.find_cards(1, name, memory) for name in like}  # a wrong name is said before anything runs
+    cards = {name: launcher.find_cards(1, name, memory) for name in like}  # a wrong name is said before anything runs
     with Programs() as programs:
 
         def trial(card: str, count: int, values: dict[str, str]) -> Trial:
@@ -234,9 +234,9 @@ def _search(low: int, high: int, trial: Callable[[int], Trial]) -> Iterator[Tria
 def _trial(
     programs: Programs, settings: environment.Settings, command: list[str], trial: Trial, limit: float | None
 ) -> Trial:
-    with cli.folder() as path:
+    with launcher.folder() as path:
         settings = settings._replace(folder=path)
-        status, output = programs.output_of(command, cli.environment_of(settings, os.environ), path, limit)
+        status, output = programs.output_of(command, launcher.environment_of(settings, os.environ), path, limit)
         processes, used = trials.collect(path), entries(path)
         lost = "" if processes else results.lost(path, status, output)
     peaks = [max(usages) for usages in zip(*([u.peak_reserved for u in e.gpus] for e in used), strict=True)]

@@ -14,7 +14,7 @@ from multiprocessing import util
 from typing import Any
 
 from virtualgpu import scratch
-from virtualgpu.run import cli
+from virtualgpu.run import launcher
 
 # -- What `launch` opens on this machine: sockets for this machine alone, and what it needs.
 
@@ -70,7 +70,9 @@ def require_files(number: int, what: str) -> None:
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-        raise OSError(errno.EMFILE, f"{what} need {number} more open files than there are: {cli.MORE_FILES}") from None
+        raise OSError(
+            errno.EMFILE, f"{what} need {number} more open files than there are: {launcher.MORE_FILES}"
+        ) from None
     finally:
         for opened_file in opened:
             os.close(opened_file)
@@ -95,7 +97,7 @@ def room_for_processes() -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, RuntimeError) as error:
-        if cure := cli.cure(str(error)):
+        if cure := launcher.cure(str(error)):
             raise OSError(errno.EAGAIN, f"ranks could not be started{cure}") from error
         raise
 

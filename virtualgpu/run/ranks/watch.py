@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from virtualgpu.run import cli
+from virtualgpu.run import launcher
 from virtualgpu.run.processes import kill_tree
 from virtualgpu.run.ranks import forkserver, worker
 from virtualgpu.run.ranks.worker import ASK
@@ -161,7 +161,7 @@ def died(rank: Rank) -> str | None:
     else:
         how = f"exited with status {code} before it was done"
     output = rank.output.read_text("utf-8", "replace").strip() if rank.output.exists() else ""
-    return how + (f"{cli.cure(output)}. Its last words:\n{output[-2000:]}" if output else "")
+    return how + (f"{launcher.cure(output)}. Its last words:\n{output[-2000:]}" if output else "")
 
 
 def where(ranks: list[Rank]) -> list[str]:
