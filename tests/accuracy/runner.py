@@ -47,14 +47,15 @@ def measured(step: Step, steps: int = 2, mean: int = 1) -> Measured:
 @contextlib.contextmanager
 def precision(row: Published) -> Iterator[None]:
     """TF32 as the row says: "ieee" has none, "float32" that of convolutions, "tf32" both; and cuDNN's search where it asks for it."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark
-    cudnn.allow_tf32, matmul.allow_tf32 = row.precision != "ieee", row.precision == "tf32"
-    cudnn.benchmark = "search" in row.options
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, row.precision == "tf32"
+    search, tf32 = "search" in row.options, row.precision != "ieee"
     try:
-        yield
+        # PyTorch's own test utilities, once imported, allow no other way to set cuDNN's
+        with torch.backends.cudnn.flags(enabled=True, benchmark=search, deterministic=False, allow_tf32=tf32):
+            yield
     finally:
-        cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark = before
+        matmul.allow_tf32 = before
 
 
 @contextlib.contextmanager
