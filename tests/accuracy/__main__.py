@@ -69,8 +69,11 @@ def run(names: list[str], rows: list[Row]) -> list[Row]:
 
 
 def keep(rows: list[Row]) -> None:
-    """For lessons 07 and 10, which show them: a row a line."""
-    lines = [json.dumps({name: getattr(row, name) for name in KEPT}) for row in rows]
+    """For lessons 07 and 10, which show them: a row a line, with eight digits, so that sums in another order change nothing."""
+    lines = [
+        json.dumps({name: getattr(row, name) for name in KEPT} | {"simulated": float(f"{row.simulated:.8g}")})
+        for row in rows
+    ]
     (ROOT / "data" / "published.json").write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 
