@@ -1,6 +1,6 @@
 """How far a call goes through the house: which files of virtualgpu a product, an all-reduce and a step of DDP pass through.
 
-Who changes the way of a call reads it whole. These limits may only fall, and docs/ddp_step.md names each file on the longest of them.
+Who changes the way of a call reads it whole. These limits may only fall, and virtualgpu/docs/ddp_step.md names each file on the longest of them.
 """
 
 import os
@@ -14,7 +14,7 @@ import virtualgpu
 from virtualgpu.engine.overrides import Nested
 
 ROOT = Path(virtualgpu.__file__).parent
-PAGE = ROOT.parent / "docs" / "ddp_step.md"
+PAGE = ROOT / "docs" / "ddp_step.md"
 
 
 def walk_of(function) -> list[str]:
