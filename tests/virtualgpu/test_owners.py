@@ -1,6 +1,7 @@
 """State belongs to its owner: nobody else assigns to what a machine, its clock, its GPUs and their memory keep."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,14 @@ def test_a_packages_docstring_names_its_files(package):
     index = ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8")))
     files = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
     assert not [name for name in sorted(files - {"__init__"}) if f"`{name}`" not in index]
+
+
+def test_what_is_said_to_be_in_hardware_is_there():
+    """Comments and docstrings name it by its module (`hardware.machine.HOSTS`), and files are joined and renamed."""
+    said = {
+        (name, file.stem)
+        for file in ROOT.rglob("*.py")
+        for name in re.findall(r"(?<![\w/])hardware\.([a-z_]+)", file.read_text("utf-8"))
+    }
+    assert len(said) > 10
+    assert [pair for pair in sorted(said) if not (ROOT / "hardware" / f"{pair[0]}.py").exists()] == []

@@ -74,7 +74,7 @@ class Layout:
         return self.seconds("p2p", nbytes, ranks=2, nodes=nodes)
 
     def step(self, rank: int, peer: int) -> int:
-        """Bytes of one of the steps (hardware.fabric.STEPS) in which NCCL's buffer between these two is filled."""
+        """Bytes of one of the steps (hardware.machine.STEPS) in which NCCL's buffer between these two is filled."""
         return self.fabric.step(self.nodes[rank] == self.nodes[peer])
 
 

@@ -1,6 +1,6 @@
 """What is said of one model of GPU: `Spec`, with its `Link`s. Figures as the makers print them, in base units.
 
-Real kernels reach less than the peak, and not all the same share: `cards` has what others measured.
+Real kernels reach less than the peak, and not all the same share: data/achieved.toml has what others measured.
 """
 
 import functools

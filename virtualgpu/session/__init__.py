@@ -286,7 +286,7 @@ def gpus(
     network: what joins nodes, a name ("InfiniBand NDR", "Ethernet 25": `hardware.machine.NETWORKS` has all) or a rate ("100 Gb/s" for each
     GPU, "100 Gb/s per node"); what PyTorch's model has for the card unless given.
     clock: "measured" (kernels take what others measured on such cards) unless given, or "datasheet" (what the maker promises: a lower
-    bound). host: what an operation costs the processor, a name in `hardware.hosts.HOSTS` ("2026" unless given).
+    bound). host: what an operation costs the processor, a name in `hardware.machine.HOSTS` ("2026" unless given).
 
     HELPERS_GPUS=virtual or real chooses one kind. Asking again for the same keeps what is there; asking for other GPUs starts
     afresh, and tensors on the old ones are lost.

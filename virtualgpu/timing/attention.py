@@ -77,7 +77,7 @@ def encoder_layer(src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, 
 
 
 def rule(which: str, by: str = "flash") -> Callable:
-    """`which`: forward or backward. The rule is asked with (query, key, value, is_causal, drops, biased, learned), as engine.sdpa books both."""
+    """`which`: forward or backward. The rule is asked with (query, key, value, is_causal, drops, biased, learned), as engine.attention books both."""
 
     def ask(kernels: Kernels, args, tensors, flops, moved, key) -> float:
         query, keys = args[0], args[1].shape[2]

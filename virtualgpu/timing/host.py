@@ -18,7 +18,7 @@ from virtualgpu.timing.streams import HostThread, Queue, Streams, graph_task
 
 
 class Weight(NamedTuple):
-    """Of an operation in a forward and in a backward pass: shares of `hardware.hosts.Host.forward` and `.backward`."""
+    """Of an operation in a forward and in a backward pass: shares of `hardware.machine.Host.forward` and `.backward`."""
 
     forward: float
     backward: float

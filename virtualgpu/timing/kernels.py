@@ -6,7 +6,7 @@ What kernels of a kind took on a card is in the tables of `data/`, which `python
 **Products of matrices** take the kernel that cuBLAS has for them, or cuDNN for a convolution. The result is cut into tiles, and a GPU works on a
 wave of them at once, one a multiprocessor; the last wave is waited for (NVIDIA, "Matrix Multiplication Background User's Guide", wave and tile
 quantization). Small tiles reach less than large ones, and each begins with a stretch in which nothing is multiplied yet. A sum may be split among
-multiprocessors (split-K), whose parts another kernel adds up. One share a card (hardware.achieved) and the same tiles for all find nine of ten
+multiprocessors (split-K), whose parts another kernel adds up. One share a card (hardware/data/achieved.toml) and the same tiles for all find nine of ten
 products within 30 % (`python -m tests.accuracy.kernels`).
 """
 
@@ -45,7 +45,7 @@ class Kind(NamedTuple):
 
     traffic: bytes really moved over those of all tensors that go in or come out, once; wide_traffic: the same where a row does not fit beside
     a multiprocessor, or 0. cycles: of a multiprocessor, for each number of the largest tensor, at least. limit: whose share of the bandwidth it
-    has (`hardware.achieved`). launches: its kernels. training: which argument says whether this is training. copied: which are copied first
+    has (`hardware/data/achieved.toml`). launches: its kernels. training: which argument says whether this is training. copied: which are copied first
     where they do not lie close. elementwise: each number comes of those at its own place. model: seconds by the card's kernels, the arguments
     and the tensors, of kernels whose threads are counted. step: cycles of a thread for each image and channel that it goes through.
     """

@@ -16,7 +16,7 @@ from virtualgpu.timing.streams import Engine, Queue, Span
 # formula for (broadcast, reduce, gather, scatter) follows tuning.cc, or counts the bytes that leave the root. Where we depart from it:
 #
 # - It takes 24 GB/s for all that is no NVLink. NCCL goes through the host's memory unless a switch or NCCL_P2P_LEVEL lets cards reach each other
-#   (`Fabric.of`); what was measured there is in hardware.links.
+#   (`Fabric.of`); what was measured there is in hardware/data/links.toml.
 # - It has all of a GPU's NVLinks for any group (of a V100's six, two lead to one neighbour, so that a pair has 40 GB/s and not 120).
 # - Between nodes it gives a ring one network card, and a power of the bytes for more. NCCL's rings leave a node by all cards that its members have
 #   (src/graph/search.cc), and so do ours: 32 H100 reach 320 to 365 GB/s in tables of nccl-tests and 32 A100 190, for 370 and 192 here (PyTorch: 43
