@@ -6,6 +6,7 @@ import io
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -13,9 +14,15 @@ from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager, get_font
 from PIL import Image  # matplotlib needs it, too
 
 Origin = str  # "measured", "simulated" or "data"
+
+# An edition in another language brings a font with its letters (tools/translate.py)
+for font in Path(__file__).parent.glob("*.ttf"):
+    fontManager.addfont(font)
+    matplotlib.rcParams["font.family"] = ["DejaVu Sans", get_font(font).family_name]
 
 # Okabe and Ito's palette: told apart by colour-blind readers too
 COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
