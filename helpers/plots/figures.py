@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import io
+import logging
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ Origin = str  # "measured", "simulated" or "data"
 for font in Path(__file__).parent.glob("*.ttf"):
     fontManager.addfont(font)
     matplotlib.rcParams["font.family"] = ["DejaVu Sans", get_font(font).family_name]
+    logging.getLogger("matplotlib.font_manager").setLevel("ERROR")  # it has no bold face: titles are plain
 
 # Okabe and Ito's palette: told apart by colour-blind readers too
 COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
