@@ -120,7 +120,7 @@ def phases(timeline: Timeline) -> dict[str, tuple[float, float]]:
         own = [span for span in others if span.kind == kind]
         edges += [min(span.start for span in own), max(span.end for span in own)]
     edges += [optimizer, timeline.seconds]
-    names = "replicate", "forward", "gather, loss, scatter", "backward", "reduce", "optimizer"
+    names = "replicate", "forward", "gather, loss, send back", "backward", "reduce", "optimizer"
     return dict(zip(names, itertools.pairwise(edges), strict=True))
 
 

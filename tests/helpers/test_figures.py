@@ -22,7 +22,7 @@ def test_phases_stand_over_what_they_name(figures):
     step = Timeline({"cuda:0": row(own, 0, 10), "cuda:1": row(other, 0, 10)}, 10, "simulated")
     plots.timeline(step, "A step", phases=lesson_04.phases(step))
     named = {text.get_text(): text.get_position()[0] for text in figures[0].axes[0].texts}
-    middles = {"replicate": 500, "forward": 1500, "gather, loss, scatter": 3000, "backward": 5000, "reduce": 7500}
+    middles = {"replicate": 500, "forward": 1500, "gather, loss, send back": 3000, "backward": 5000, "reduce": 7500}
     assert middles.items() <= named.items()
 
 
