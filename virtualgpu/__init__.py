@@ -4,7 +4,7 @@
     model.to("cuda:0"); x.to("cuda:1"); torch.cuda.memory_allocated(0)
 
 Numbers are computed on the CPU. Places, memory and time are kept account of: tensors on two devices do not mix, a GPU that is
-full says so, and each has a simulated clock. `README.md` beside this file says what is in which folder.
+full says so, and each has a simulated clock. `docs/contributing.md` says what is in which folder.
 """
 
 import importlib

@@ -117,7 +117,7 @@ def _epochs_lost(work: Path) -> list[str]:
         return []
     except Exception as error:
         return [f"the checkpoint is lost: {error}"]
-    return [] if {"model", "optimizer", "epoch"} == state.keys() else ["not a whole state"]
+    return [] if {"model", "optimizer", "epoch", "generators"} == state.keys() else ["not a whole state"]
 
 
 def misuse(command: list[str], words: str, owes: str = "", before=lambda work: None, **environ: str) -> Misuse:

@@ -1,7 +1,7 @@
 """Machines as they come: one core, 64 MB of shared memory, no usable home folder, a port that is taken, two notebooks at once, and
 Ctrl-C. Afterwards: the result is right, no process is left, nothing is written where it should not be.
 
-The other rows of the README's table of faults are tested with the module that they concern.
+The other rows of docs/faults.md are tested with the module that they concern.
 """
 
 import os
