@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,7 +70,11 @@ def wait_for_others(lock_file) -> None:
         import fcntl
     except ImportError:  # Windows: one at a time is up to the user
         return
-    fcntl.flock(lock_file, fcntl.LOCK_EX)
+    try:
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("Another set-up works in this folder: this one waits for its end.", flush=True)
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
 
 
 def is_ours() -> bool:
@@ -113,10 +118,12 @@ def install(fresh: bool) -> int:
                 "No NVIDIA driver is here: interrupt, and `make CPU=1 setup` takes PyTorch without CUDA, about 2 GB in all.",
                 flush=True,
             )
-        made = subprocess.run([sys.executable, "-m", "venv", VENV.resolve()])  # venv takes no link
-        if made.returncode:
+        try:  # here, not in a process of its own: interrupted, that would show a traceback
+            venv.EnvBuilder(with_pip=True, symlinks=os.name != "nt").create(VENV.resolve())  # it takes no link
+        except (SystemExit, subprocess.CalledProcessError):
             print("Python could not make a virtual environment. On Debian and Ubuntu: apt install python3-venv")
             return 1
+        can_be_moved()
     MARK.touch()  # older set-ups have none
     STAMP.unlink(missing_ok=True)
     if not (with_uv() or with_pip()):
@@ -128,6 +135,14 @@ def install(fresh: bool) -> int:
     half_written.write_text(wanted(), encoding="utf-8")
     os.replace(half_written, STAMP)
     return 0
+
+
+def can_be_moved() -> None:
+    """With the project's folder: uv then writes scripts that find their Python beside them, and the folder comes before the path that pip notes."""
+    with open(VENV / "pyvenv.cfg", "a", encoding="utf-8") as settings:
+        settings.write("relocatable = true\n")
+    for packages in VENV.glob("[Ll]ib/**/site-packages"):
+        (packages / "0_this_folder.pth").write_text(os.path.relpath(VENV.parent, packages) + "\n", encoding="utf-8")
 
 
 def with_uv() -> bool:

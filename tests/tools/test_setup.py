@@ -4,8 +4,12 @@ import errno
 import importlib.util
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 import tomllib
 import venv
 from types import SimpleNamespace
@@ -41,11 +45,7 @@ def setup(tmp_path, monkeypatch):
         if "-I" in command:  # is the project installed?
             return run(command, **options)
         failed, said = False, "global.index-url='https://a.company/simple'\n"
-        if "venv" in command:
-            calls.made += 1
-            module.python_in_venv().parent.mkdir(parents=True)
-            module.python_in_venv().symlink_to(sys.executable)
-        elif command[-1] == "uv":
+        if command[-1] == "uv":
             failed = calls.fail == "no uv"
         elif "config" not in command:
             calls.installed += 1
@@ -55,7 +55,20 @@ def setup(tmp_path, monkeypatch):
             failed = calls.fail == "no network" or (calls.fail == "uv fails" and "uv" in command)
         return SimpleNamespace(returncode=int(failed), stdout=said)
 
+    class FakeBuilder:
+        def __init__(self, **options):
+            assert options.pop("with_pip") and set(options) == {"symlinks"}
+
+        def create(self, folder):
+            calls.made += 1
+            if isinstance(calls.fail, SystemExit):
+                raise calls.fail
+            module.python_in_venv().parent.mkdir(parents=True)
+            module.python_in_venv().symlink_to(sys.executable)
+            (folder / "lib" / "python3" / "site-packages").mkdir(parents=True)
+
     monkeypatch.setattr(module.subprocess, "run", fake_run)
+    monkeypatch.setattr(module, "venv", SimpleNamespace(EnvBuilder=FakeBuilder))
     return module, calls, tmp_path
 
 
@@ -95,6 +108,60 @@ def test_a_second_call_does_what_is_needed(setup, between, made, installed):
     between(module, root)
     assert module.main() == 0
     assert (calls.made, calls.installed) == (made, installed)
+
+
+def test_a_second_set_up_at_once_waits_and_says_so(setup, capsys):
+    fcntl = pytest.importorskip("fcntl")
+    module, calls, root = setup
+    with open(root / "pyproject.toml") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=module.main, daemon=True)
+        waiting.start()
+        waiting.join(1)
+        assert "this one waits for its end" in capsys.readouterr().out and calls.made == 0
+    waiting.join(10)
+    assert calls.made == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no groups that Ctrl-C goes to")
+def test_ctrl_c_is_answered_in_a_sentence(setup, tmp_path):
+    """As in a terminal: all that it has started get the signal, and none of them shows a traceback."""
+    module, _, _ = setup
+    (tmp_path / "tools").mkdir()
+    shutil.copy(module.__file__, tmp_path / "tools")
+    code = "import runpy, sys; tool = runpy.run_path('tools/setup.py'); tool['SPACE'].update(cuda=(0, 0), cpu=(0, 0)); sys.exit(tool['main']())"
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8"}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, start_new_session=True, **streams) as running:
+        assert "the first time only" in running.stdout.readline()
+        time.sleep(0.7)  # pip is being installed
+        os.killpg(running.pid, signal.SIGINT)
+        said = running.stdout.read()
+    assert running.returncode == 130 and "repairs it" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_an_environment_moves_with_its_folder(tmp_path, monkeypatch, linked):
+    """What pip installs "editable" is known by its path; so it is with a copy, beside which the folder itself still stands."""
+    spec = importlib.util.spec_from_file_location("setup_tool", series.ROOT / "tools" / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    here, there = tmp_path / "here", tmp_path / "there 내 노트"
+    for folder in (here, tmp_path / "disk"):
+        folder.mkdir()
+    (here / "ours.py").touch()
+    if linked:
+        (here / ".venv").symlink_to(tmp_path / "disk")
+    monkeypatch.setattr(module, "VENV", here / ".venv")
+    venv.create((here / ".venv").resolve(), symlinks=True)
+    module.can_be_moved()
+    [packages] = (here / ".venv").glob("[Ll]ib/**/site-packages")
+    (packages / "__editable__.ours.pth").write_text(f"{here}\n", encoding="utf-8")
+    settings = (here / ".venv" / "pyvenv.cfg").read_text("utf-8")
+    assert "relocatable = true" in settings.splitlines()  # so does uv write its scripts
+    shutil.copytree(here, there, symlinks=True)
+    command = [there / module.python_in_venv().relative_to(here), "-c", "import ours; print(ours.__file__)"]
+    found = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", cwd=tmp_path).stdout
+    assert found.strip() == str(there / "ours.py")
 
 
 def interrupted(module, calls, root):
@@ -176,6 +243,7 @@ def read_only(path, **options):
     (lambda module, calls, venv, patch: venv.symlink_to("nowhere"), "is a link to nothing"),
     (lambda module, calls, venv, patch: patch(module.Path, "mkdir", read_only), "could not be written (Read-only file system): copy the project"),
     (lambda module, calls, venv, patch: setattr(calls, "fail", "no network"), "Is there a network?"),
+    (lambda module, calls, venv, patch: setattr(calls, "fail", SystemExit(1)), "apt install python3-venv"),
     (lambda module, calls, venv, patch: patch(module, "sys", SimpleNamespace(version_info=(3, 9, 1), version="3.9.1 x")), "3.11 or newer"),
 ])  # fmt: skip
 def test_what_fails_names_the_cure(setup, monkeypatch, capsys, change, said):
