@@ -29,3 +29,14 @@ def test_imports_go_down_the_table():
 
 def test_a_circle_is_named():
     assert sizes.circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()})[0] in "abc"
+
+
+def test_the_contributors_table_is_todays():
+    """Within 3 %: it is written with each release (python -m tools.sizes --write)."""
+    page = (series.ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    told, today = (re.findall(r"^\| (.+?) \| ([\d,]+) \| ([\d,]+) \|$", text, re.M) for text in (page, sizes.table()))
+    assert [row[0] for row in told] == [row[0] for row in today]
+    for (name, *before), (_, *now) in zip(told, today, strict=True):
+        for told_number, number in zip(before, now, strict=True):
+            told_number, number = (int(text.replace(",", "")) for text in (told_number, number))
+            assert abs(told_number - number) <= 0.03 * number, (name, told_number, number)
