@@ -221,6 +221,7 @@ async def kernel(client: NotebookClient):
     # a kernel that may open fewer dies without a word
     forkserver.require_files(forkserver.OPEN_FILES, "the processes of a notebook")
     client.km = client.create_kernel_manager()
+    client.km.shutdown_wait_time = 20  # seconds, not five: killed at its end, on a busy machine, it leaves its folders
     # of the file that says where the kernel listens: where this process is killed, the next removes it
     folder = scratch.folder()
     try:

@@ -210,6 +210,15 @@ def test_a_kernel_has_the_environment_that_outputs_are_compared_in(ran):
     assert cells[2].outputs[0].text == "~/x\n"
 
 
+def test_a_kernel_has_time_to_end(folder):
+    """jupyter_client kills it after five seconds, with a signal after half of them; then its temporary folders stay."""
+    root = folder(
+        nb_01_slow=of("01 · End", "import atexit, time\natexit.register(lambda: [time.sleep(4), open('ended', 'w')])")
+    )
+    assert run.main(["--check"]) == 0
+    assert (root / "notebooks" / "ended").exists()
+
+
 def test_only_some_and_what_ran_is_stored(folder, capsys):
     root = folder(nb_01_good=GOOD, nb_02_bad=BAD)
     before = (root / "notebooks" / "02_bad.ipynb").read_bytes()
