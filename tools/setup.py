@@ -102,7 +102,7 @@ def install(fresh: bool) -> int:
         if MARK.exists() or STAMP.exists():
             print("The set-up in .venv was cut off, or made by another Python: starting over.")
             clear()
-        free = shutil.disk_usage(ROOT).free / 1e9
+        free = shutil.disk_usage(VENV if VENV.exists() else ROOT).free / 1e9  # it may be a link to another disk
         cuda = sys.platform == "linux" and not os.environ.get("CPU")
         needed, kept = SPACE["cuda" if cuda else "cpu"]
         if free < needed:

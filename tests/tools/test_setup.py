@@ -272,6 +272,16 @@ def test_a_full_disk_is_said_before_anything_is_downloaded(setup, monkeypatch, c
     assert (status, calls.made > 0) == ((0, True) if "first time" in said else (1, False))
 
 
+def test_where_the_environment_is_a_link_the_other_disk_is_asked(setup, monkeypatch, capsys):
+    module, calls, root = setup
+    (root / "elsewhere").mkdir()
+    module.VENV.symlink_to("elsewhere")
+    monkeypatch.setattr(
+        module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e9 if path == module.VENV else 1e11)
+    )
+    assert module.main() == 1 and "1.0 GB free on this disk" in capsys.readouterr().out and calls.made == 0
+
+
 def test_it_needs_the_standard_library_only():
     """It runs before anything is installed: -I -S leaves it no third-party module at all."""
     code = "import runpy, sys; sys.argv = ['x']; runpy.run_path('tools/setup.py', run_name='not main')"
