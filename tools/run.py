@@ -19,6 +19,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import sys
 import textwrap
 import time
@@ -54,12 +55,14 @@ def main(arguments: list[str] | None = None) -> int:
         with ended_by_sigterm():
             return _main(arguments)
     except OSError as error:
-        print(f"Not all was written: {error}. What was there before is as it was; {cure(error)}, then run it again.")
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error  # of a folder's files the first
+        print(f"Not all was written: {why}. What was there before is as it was; {cure(error)}, then run it again.")
         return 1
 
 
 def cure(error: OSError) -> str:
-    return "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
+    return "free some space" if full else "mend that"
 
 
 def _main(arguments: list[str] | None) -> int:
@@ -211,6 +214,7 @@ async def execute(path: Path) -> dict:
         write(copy, text_of(notebook))
     except OSError as failure:
         error = error or f"its copy was not written: {failure}. {cure(failure).capitalize()}, then run it again"
+        copy = path  # on the site
     print(f"{'[FAIL]' if error else '[ OK ]'} {path.stem:<36} {len(cells):>3} cells {seconds:7.1f} s", flush=True)
     return {"path": copy, "seconds": seconds, "error": error}
 
@@ -221,6 +225,7 @@ async def kernel(client: NotebookClient):
     # a kernel that may open fewer dies without a word
     forkserver.require_files(forkserver.OPEN_FILES, "the processes of a notebook")
     client.km = client.create_kernel_manager()
+    client.km.shutdown_wait_time = 20  # seconds, not five: killed at its end, on a busy machine, it leaves its folders
     # of the file that says where the kernel listens: where this process is killed, the next removes it
     folder = scratch.folder()
     try:

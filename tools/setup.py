@@ -102,7 +102,7 @@ def install(fresh: bool) -> int:
         if MARK.exists() or STAMP.exists():
             print("The set-up in .venv was cut off, or made by another Python: starting over.")
             clear()
-        free = shutil.disk_usage(ROOT).free / 1e9
+        free = shutil.disk_usage(VENV if VENV.exists() else ROOT).free / 1e9  # it may be a link to another disk
         cuda = sys.platform == "linux" and not os.environ.get("CPU")
         needed, kept = SPACE["cuda" if cuda else "cpu"]
         if free < needed:
@@ -123,7 +123,8 @@ def install(fresh: bool) -> int:
         except (SystemExit, subprocess.CalledProcessError):
             print("Python could not make a virtual environment. On Debian and Ubuntu: apt install python3-venv")
             return 1
-        can_be_moved()
+        with open(VENV / "pyvenv.cfg", "a", encoding="utf-8") as settings:
+            settings.write("relocatable = true\n")  # uv then writes scripts that find their Python beside them
     MARK.touch()  # older set-ups have none
     STAMP.unlink(missing_ok=True)
     if not (with_uv() or with_pip()):
@@ -131,6 +132,7 @@ def install(fresh: bool) -> int:
             "The requirements could not be installed; pip's own message is above. Is there a network? Then try again."
         )
         return 1
+    can_be_moved()
     half_written = STAMP.with_suffix(".part")
     half_written.write_text(wanted(), encoding="utf-8")
     os.replace(half_written, STAMP)
@@ -138,11 +140,10 @@ def install(fresh: bool) -> int:
 
 
 def can_be_moved() -> None:
-    """With the project's folder: uv then writes scripts that find their Python beside them, and the folder comes before the path that pip notes."""
-    with open(VENV / "pyvenv.cfg", "a", encoding="utf-8") as settings:
-        settings.write("relocatable = true\n")
-    for packages in VENV.glob("[Ll]ib/**/site-packages"):
-        (packages / "0_this_folder.pth").write_text(os.path.relpath(VENV.parent, packages) + "\n", encoding="utf-8")
+    """With the project's folder, which pip has noted by its path; and one in Korean would stop Python 3.11 in an ASCII locale."""
+    for path in VENV.glob("[Ll]ib/**/site-packages/__editable__.*.pth"):
+        if path.read_text("utf-8").strip() == str(ROOT):
+            path.write_text(os.path.relpath(ROOT, path.parent) + "\n", encoding="utf-8")
 
 
 def with_uv() -> bool:
@@ -154,6 +155,8 @@ def with_uv() -> bool:
     of_pip = subprocess.run([*pip, "config", "list"], stdout=subprocess.PIPE, text=True).stdout
     settings = dict(re.findall(r"^\S+\.([\w-]+)='(.*)'$", of_pip, re.M))
     environ = {AS_UV[name]: value for name, value in settings.items() if name in AS_UV} | dict(os.environ)
+    if environ.get("LC_ALL") in ("C", "POSIX"):  # it compiles with the new Python: see can_be_moved()
+        environ["LC_ALL"] = "C.UTF-8"
     uv = [python_in_venv(), "-m", "uv", "pip", "install", "--python", python_in_venv(), "--compile-bytecode"]
     done = subprocess.run([*uv, "--index-strategy=unsafe-best-match", *wanted_packages()], cwd=ROOT, env=environ)
     if done.returncode:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -134,7 +135,22 @@ def test_a_full_disk_is_said_and_what_was_kept_is_whole(folder, monkeypatch, cap
     printed = capsys.readouterr().out
     assert words in printed and "No space left" in printed and "ree some space, then run it again" in printed
     assert (root / "notebooks" / "01_good.ipynb").read_bytes() == before
-    assert not list(root.rglob("*.part"))
+    assert not list(root.rglob("*.part")) and "is no notebook" not in printed
+
+
+def test_of_a_folder_that_does_not_fit_one_file_is_named(folder, monkeypatch, capsys):
+    """shutil.copytree goes on, and raises a list."""
+    folder(nb_01_good=GOOD)
+
+    def full(paths, seconds):
+        raise shutil.Error(
+            [(f"docs/{name}", f"build/{name}", f"[Errno 28] No space left on device: {name!r}") for name in "abc"]
+        )
+
+    monkeypatch.setattr(website, "build", full)
+    assert run.main(["--stored"]) == 1
+    said = "Not all was written: [Errno 28] No space left on device: 'a'. What was there before is as it was; free some space"
+    assert said in capsys.readouterr().out
 
 
 NO_NOTEBOOKS = {
@@ -208,6 +224,15 @@ def test_a_kernel_has_the_environment_that_outputs_are_compared_in(ran):
     half = str(max(1, os.cpu_count() // 2))  # of the cores: another notebook runs beside it
     assert cells[1].outputs[0].data["text/plain"] == str([*run.ENVIRONMENT.values(), half])
     assert cells[2].outputs[0].text == "~/x\n"
+
+
+def test_a_kernel_has_time_to_end(folder):
+    """jupyter_client kills it after five seconds, with a signal after half of them; then its temporary folders stay."""
+    root = folder(
+        nb_01_slow=of("01 · End", "import atexit, time\natexit.register(lambda: [time.sleep(4), open('ended', 'w')])")
+    )
+    assert run.main(["--check"]) == 0
+    assert (root / "notebooks" / "ended").exists()
 
 
 def test_only_some_and_what_ran_is_stored(folder, capsys):

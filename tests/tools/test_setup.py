@@ -65,7 +65,6 @@ def setup(tmp_path, monkeypatch):
                 raise calls.fail
             module.python_in_venv().parent.mkdir(parents=True)
             module.python_in_venv().symlink_to(sys.executable)
-            (folder / "lib" / "python3" / "site-packages").mkdir(parents=True)
 
     monkeypatch.setattr(module.subprocess, "run", fake_run)
     monkeypatch.setattr(module, "venv", SimpleNamespace(EnvBuilder=FakeBuilder))
@@ -140,28 +139,34 @@ def test_ctrl_c_is_answered_in_a_sentence(setup, tmp_path):
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_an_environment_moves_with_its_folder(tmp_path, monkeypatch, linked):
-    """What pip installs "editable" is known by its path; so it is with a copy, beside which the folder itself still stands."""
-    spec = importlib.util.spec_from_file_location("setup_tool", series.ROOT / "tools" / "setup.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    here, there = tmp_path / "here", tmp_path / "there 내 노트"
-    for folder in (here, tmp_path / "disk"):
+def test_an_environment_moves_with_its_folder(setup, monkeypatch, linked):
+    """Also where a copy's original still stands; and a folder's Korean name is no trouble in an ASCII locale (3.11 died of it)."""
+    module, _, root = setup
+    here, there = root / "내 노트", root / "there"
+    for folder in (here, root / "disk"):
         folder.mkdir()
     (here / "ours.py").touch()
     if linked:
-        (here / ".venv").symlink_to(tmp_path / "disk")
+        (here / ".venv").symlink_to(root / "disk")
+    monkeypatch.setattr(module, "ROOT", here)
     monkeypatch.setattr(module, "VENV", here / ".venv")
     venv.create((here / ".venv").resolve(), symlinks=True)
-    module.can_be_moved()
     [packages] = (here / ".venv").glob("[Ll]ib/**/site-packages")
-    (packages / "__editable__.ours.pth").write_text(f"{here}\n", encoding="utf-8")
-    settings = (here / ".venv" / "pyvenv.cfg").read_text("utf-8")
-    assert "relocatable = true" in settings.splitlines()  # so does uv write its scripts
+    (packages / "__editable__.ours.pth").write_text(str(here), encoding="utf-8")
+    module.can_be_moved()
     shutil.copytree(here, there, symlinks=True)
-    command = [there / module.python_in_venv().relative_to(here), "-c", "import ours; print(ours.__file__)"]
-    found = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", cwd=tmp_path).stdout
-    assert found.strip() == str(there / "ours.py")
+    for folder in (here, there):
+        python = folder / module.python_in_venv().relative_to(here)
+        command = [python, "-I", "-c", "import ours; print(ascii(ours.__file__))"]
+        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"LC_ALL": "C"})
+        assert ran.stdout.strip() == ascii(str(folder / "ours.py"))
+
+
+def test_scripts_find_python_beside_them(setup):
+    """By a path, a moved folder's would not: uv looks for this line."""
+    module, _, _ = setup
+    module.main()
+    assert "relocatable = true" in (module.VENV / "pyvenv.cfg").read_text("utf-8").splitlines()
 
 
 def interrupted(module, calls, root):
@@ -265,6 +270,16 @@ def test_a_full_disk_is_said_before_anything_is_downloaded(setup, monkeypatch, c
     status = module.main()
     assert said in capsys.readouterr().out
     assert (status, calls.made > 0) == ((0, True) if "first time" in said else (1, False))
+
+
+def test_where_the_environment_is_a_link_the_other_disk_is_asked(setup, monkeypatch, capsys):
+    module, calls, root = setup
+    (root / "elsewhere").mkdir()
+    module.VENV.symlink_to("elsewhere")
+    monkeypatch.setattr(
+        module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e9 if path == module.VENV else 1e11)
+    )
+    assert module.main() == 1 and "1.0 GB free on this disk" in capsys.readouterr().out and calls.made == 0
 
 
 def test_it_needs_the_standard_library_only():
