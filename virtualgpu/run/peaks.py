@@ -158,15 +158,21 @@ def explain_uncaught(machine: Machine) -> None:
         before(kind, error, trace)
         size = re.search(r"Tried to allocate ([\d.]+) (\w+)\. GPU (\d+) ", str(error))
         if issubclass(kind, torch.OutOfMemoryError) and size and size[2] in UNITS and sys.stderr is not None:
-            gpu = machine.gpus[int(size[3])]
-            lines = kinds_and_verdict(peak(gpu, int(float(size[1]) * UNITS[size[2]])))
+            gpu, asked = machine.gpus[int(size[3])], _in_bytes(*size.groups()[:2])
+            held = re.search(r"([\d.]+) (\w+) is allocated by PyTorch", str(error))
+            lines = kinds_and_verdict(peak(gpu, asked, _in_bytes(*held.groups()) if held else 0))
             print(*lines, "  by the line that made them: python -m virtualgpu --report", sep="\n", file=sys.stderr)
 
     sys.excepthook = hook
 
 
-def peak(gpu: GPU, asked: int) -> Peak:
-    """What lies on it now: a block a kind. asked: bytes that could not be had."""
+def _in_bytes(number: str, unit: str) -> int:
+    return int(float(number) * UNITS[unit])
+
+
+def peak(gpu: GPU, asked: int, held: int) -> Peak:
+    """What lay on it: a block a kind. asked: bytes that could not be had. held: as the error says, to a hundredth of a GiB; what the
+    frames that have ended kept is free by now (a list that was being made)."""
     seen, sizes = set(), dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     owners = [owner for owner in gc.get_objects() if issubclass(type(owner), (torch.nn.Module, torch.optim.Optimizer))]
     for kind, tensor in itertools.chain.from_iterable(map(owned_by, owners)):
@@ -174,5 +180,6 @@ def peak(gpu: GPU, asked: int) -> Peak:
         if its_gpu is gpu and block is not None and block.address not in seen:
             seen.add(block.address)
             sizes[kind] += block.size
-    sizes[REST] = gpu.settled().allocated - sum(sizes.values())
+    allocated = gpu.settled().allocated
+    sizes[REST] = (held if held > 1.01 * allocated else allocated) - sum(sizes.values())
     return Peak.of(gpu, (LiveBlock(size, kind) for kind, size in sizes.items() if size > 0), asked)

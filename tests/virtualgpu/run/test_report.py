@@ -224,6 +224,13 @@ def test_an_uncaught_out_of_memory_tells_what_lay_there(run):
     assert "--report" in lines[6]
 
 
+def test_what_a_list_held_that_was_being_made_counts(run):
+    """Its frame has ended, and the tensors are free, when Python prints the traceback."""
+    code = "import torch\n[torch.empty(1 << 28, device='cuda') for _ in range(20)]"
+    said = run("--gpus", "1", "--dry", "-c", code).stderr
+    assert "when it ran out of memory: 14.00 GiB\n    activations    14.00 GiB  100 %\n" in said
+
+
 RESETS = """
 import torch
 first = torch.empty(24 << 20, dtype=torch.uint8, device="cuda")
