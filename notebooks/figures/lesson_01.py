@@ -18,7 +18,7 @@ KINDS = {
 STAYS, TUNED, AVERAGED, NEW = KINDS
 WAYS = {
     "requires_grad = False": [STAYS, AVERAGED, NEW],
-    "frozen: and eval()": [STAYS, STAYS, NEW],
+    "and eval()": [STAYS, STAYS, NEW],
     "fine-tuned": [TUNED, AVERAGED, NEW],
     "from scratch": [NEW, AVERAGED, NEW],
 }
