@@ -58,6 +58,3 @@ html_theme_options = {
     "show_toc_level": 2,
     "home_page_in_toc": True,
 }
-gettext_compact = False
-gettext_location = False
-gettext_uuid = False

@@ -148,7 +148,7 @@ def python(source: str, say: Say, comments: bool = False) -> str:
 
 def words_of(source: str, comments: bool) -> list[Words]:
     """The texts in quotes that are words, and of a cell its comments."""
-    source = re.sub(r"^[%!]", "#", source, flags=re.M)  # IPython's own lines
+    source = re.sub(r"^[%!].*", lambda line: "0".ljust(len(line[0])), source, flags=re.M)  # IPython's own lines
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -330,10 +330,10 @@ def catalogue_file(name: str, language: str) -> Path:
 
 def catalogue(name: str, language: str) -> dict[str, str]:
     """The translations that hold: there, and not fuzzy. Raises FileNotFoundError, naming the cure."""
-    file = catalogue_file(name, language)
+    file, number = catalogue_file(name, language), "" if name == SHARED else name[:2]
     if not file.exists():
         raise FileNotFoundError(
-            f"{file.relative_to(series.ROOT)} is not there: python -m tools.translate update {language} {name[:2]} makes it"
+            f"{file.relative_to(series.ROOT)} is not there: python -m tools.translate update {language} {number} makes it"
         )
     with file.open("rb") as stream:
         return {entry.id: entry.string for entry in read_po(stream) if entry.id and entry.string and not entry.fuzzy}
@@ -344,8 +344,8 @@ def catalogue(name: str, language: str) -> dict[str, str]:
 
 def write(chosen: list[Path], language: str) -> dict[str, int]:
     """Make build/<language>/, a checkout with these lessons in that language. Returns how many paragraphs of each are English."""
+    own = {path: catalogue(path.stem, language) for path in chosen}
     shared = catalogue(SHARED, language)
-    own = {path: shared | catalogue(path.stem, language) for path in chosen}
     edition = series.BUILD / language
     shutil.rmtree(edition, ignore_errors=True)
     shutil.copytree(series.ROOT, edition, ignore=LEFT_OUT)
@@ -356,7 +356,8 @@ def write(chosen: list[Path], language: str) -> dict[str, int]:
     conf = edition / "docs" / "conf.py"
     conf.write_text(conf.read_text("utf-8").replace('language = "en"', f'language = "{language}"'), encoding="utf-8")
     missing = {}
-    for path, known in own.items():
+    for path, words in own.items():
+        known = shared | words
         for file in files_of(path):
             said, target = translated(file, say_of(known)), edition / file.relative_to(series.ROOT)
             if isinstance(said, str):
@@ -379,18 +380,26 @@ def run(chosen: list[Path], language: str) -> int:
     command = [sys.executable, "-m", "tools.run", *(path.name[:2] for path in chosen)]
     if status := subprocess.run(command, cwd=edition, env={**os.environ, "PYTHONPATH": str(edition)}).returncode:
         return status
-    other = 0
-    for path in chosen:
-        both = series.read(path), series.read(edition / "build" / path.name)
-        for number, cells in enumerate(zip(*map(series.code_cells, both), strict=True), 1):
-            before, now = map(numbers, cells)
-            if before != now and "nbval-ignore-output" not in series.tags(cells[0]):
-                other += 1
-                print(f"{path.name[:2]}, code cell {number}: {before - now} in English, {now - before} here")
+    for line in (other := other_numbers(chosen, edition)):
+        print(line)
     print(
         f"{edition.relative_to(series.ROOT)}: {'other numbers' if other else 'every number is that of the English edition'}"
     )
-    return int(other > 0)
+    return int(bool(other))
+
+
+def other_numbers(chosen: list[Path], edition: Path) -> list[str]:
+    """A line for each cell whose output has other numbers than the English lesson's; measured ones may be others."""
+    said = []
+    for path in chosen:
+        both = series.read(path), series.read(edition / "build" / path.name)
+        for number, cells in enumerate(zip(*map(series.code_cells, both), strict=True), 1):
+            english, here = map(numbers, cells)
+            where = {"English": english - here, "the edition": here - english}
+            only = [f"{', '.join(found)} only in {name}" for name, found in where.items() if found]
+            if only and "nbval-ignore-output" not in series.tags(cells[0]):
+                said.append(f"{path.name[:2]}, code cell {number}: {'; '.join(only)}")
+    return said
 
 
 def numbers(cell) -> Counter:

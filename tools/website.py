@@ -60,7 +60,7 @@ def build(paths: list[Path], seconds: dict[str, float] | None = None) -> Path:
     (source / "buttons.md").write_text(buttons(*lessons[0]), encoding="utf-8")
     (source / "plays.html").write_text(plays(lessons, source / "_static"), encoding="utf-8")
     site = series.BUILD / "site"
-    sphinx("html", source, site, "-W", "--keep-going", "-j", "2")
+    sphinx(source, site)
     leave_unused_icons(site)
     for old, new in MOVED.items():
         moved = f'<!doctype html>\n<title>Moved</title>\n<meta http-equiv="refresh" content="0; url={new}.html">\n<a href="{new}.html">This lesson has moved.</a>\n'
@@ -86,20 +86,6 @@ def leave_unused_icons(site: Path) -> None:
         source_map.unlink()
 
 
-def catalogues(paths: list[Path]) -> Path:
-    """The folder of gettext's catalogues, one for each of these notebooks: every paragraph, as the notebook has it."""
-    source, target = series.BUILD / "catalogue-source", series.BUILD / "gettext"
-    begin(source)
-    for path in paths:
-        notebook = series.read(path)
-        for cell in series.code_cells(notebook):
-            cell.outputs = []  # not prose
-        nbformat.write(notebook, source / "notebooks" / path.name)
-    (source / "index.md").write_text("# Lessons\n\n```{toctree}\n:glob:\nnotebooks/*\n```\n", encoding="utf-8")
-    sphinx("gettext", source, target)
-    return target / "notebooks"
-
-
 def begin(source: Path) -> None:
     """A new folder for what Sphinx reads: docs/, and room for the rest."""
     shutil.rmtree(source, ignore_errors=True)
@@ -109,11 +95,12 @@ def begin(source: Path) -> None:
     (source / "engine").mkdir()
 
 
-def sphinx(builder: str, source: Path, target: Path, *options: str) -> None:
+def sphinx(source: Path, target: Path) -> None:
     """Build with the settings of docs/conf.py. Raises Broken with Sphinx's words."""
     docs = Path(__file__).resolve().parent.parent / "docs"
     static = f"html_static_path={docs / '_static'},{source / '_static'}"
-    command = [sys.executable, "-m", "sphinx", "-q", *options, "-b", builder, "-c", docs, "-D", static, source, target]
+    strict = ["-q", "-W", "--keep-going", "-j", "2"]
+    command = [sys.executable, "-m", "sphinx", *strict, "-b", "html", "-c", docs, "-D", static, source, target]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise Broken(f"The site is not whole:\n{done.stderr.strip()}")
