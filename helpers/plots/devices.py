@@ -14,6 +14,10 @@ KINDS |= {"kernel": COLORS[0], "copy": "#444444"}
 BELOW = {"waiting": "#AAAAAA", "communication": COLORS[3]}  # a narrow bar below the kernels
 BELOW |= {"all-gather": "#882255", "reduce-scatter": COLORS[4]}
 KINDS |= BELOW
+NAMES = (
+    "forward, backward, weight gradient, optimizer, kernel, copy, waiting, communication, all-gather, reduce-scatter"
+)
+LEGEND = dict(zip(KINDS, NAMES.split(", "), strict=True))  # the engine's word: what the reader sees
 
 
 def utilization(monitor: Monitor, title: str) -> None:
@@ -68,7 +72,7 @@ def _draw(axes: Axes, timeline: Timeline) -> None:
         for kind, color in KINDS.items():
             bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans if drawn_as(span) == kind]
             place = (row + 0.38, 0.1) if kind in BELOW else (row - 0.36, 0.72)
-            axes.broken_barh(bars, place, color=color, label=kind if bars else None)
+            axes.broken_barh(bars, place, color=color, label=LEGEND[kind] if bars else None)
         for start, end, stage, number, way in passes(spans):
             style = {"facecolor": (1, 1, 1, 0.4 * min(stage, 1)), "edgecolor": "white", "linewidth": 0.5}
             axes.broken_barh([(start * 1e3, (end - start) * 1e3)], (row - 0.36, 0.72), **style)

@@ -18,6 +18,7 @@ from matplotlib.font_manager import fontManager, get_font
 from PIL import Image  # matplotlib needs it, too
 
 Origin = str  # "measured", "simulated" or "data"
+ORIGINS = {"measured": "measured", "simulated": "simulated"}  # the engine's word: what the reader sees
 
 # An edition in another language brings a font with its letters (tools/translate.py)
 for font in Path(__file__).parent.glob("*.ttf"):
@@ -87,6 +88,7 @@ def legend_above(axes: Axes, columns: int) -> None:
 def show(figure: Figure, title: str, origin: Origin) -> None:
     """Draw into the cell (or for a slider), with the title as alternative text. No pyplot: nothing stays open or is shown twice."""
     figure.suptitle(textwrap.fill(title, 86), x=0.01, ha="left", weight="bold", fontsize=11)
+    origin = ORIGINS.get(origin, origin)
     if origin != "data":
         figure.supxlabel(origin, x=0.99, ha="right", style="italic", color="#666666", fontsize=9)
     picture = io.BytesIO()
