@@ -6,6 +6,7 @@ import io
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,19 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager, get_font
+from matplotlib.patheffects import withStroke
 from PIL import Image  # matplotlib needs it, too
 
 Origin = str  # "measured", "simulated" or "data"
 ORIGINS = {"measured": "measured", "simulated": "simulated"}  # the engine's word: what the reader sees
 
-# An edition in another language brings a font with its letters (tools/translate.py)
+TITLE: dict[str, Any] = {"weight": "bold"}
+# An edition in another language brings a font with its letters (tools/translate.py), which has no bold ones: they are drawn thicker
 for font in Path(__file__).parent.glob("*.ttf"):
     fontManager.addfont(font)
+    fontManager.ttflist.append(replace(fontManager.ttflist[-1], weight="bold"))  # or each bold number would warn of it
     matplotlib.rcParams["font.family"] = ["DejaVu Sans", get_font(font).family_name]
+    TITLE = {"path_effects": [withStroke(linewidth=0.6, foreground="black")]}
 
 # Okabe and Ito's palette: told apart by colour-blind readers too
 COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
@@ -87,7 +92,7 @@ def legend_above(axes: Axes, columns: int) -> None:
 
 def show(figure: Figure, title: str, origin: Origin) -> None:
     """Draw into the cell (or for a slider), with the title as alternative text. No pyplot: nothing stays open or is shown twice."""
-    figure.suptitle(textwrap.fill(title, 86), x=0.01, ha="left", weight="bold", fontsize=11)
+    figure.suptitle(textwrap.fill(title, 86), x=0.01, ha="left", fontsize=11, **TITLE)
     origin = ORIGINS.get(origin, origin)
     if origin != "data":
         figure.supxlabel(origin, x=0.99, ha="right", style="italic", color="#666666", fontsize=9)
