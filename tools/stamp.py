@@ -149,8 +149,8 @@ UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def minutes(notebook) -> int:
-    """As the opening tells them: of five."""
-    return 5 * round(lesson_text.count(notebook).minutes / 5)
+    """As the opening tells them: of five. An edition in another language has those of the English one."""
+    return notebook.metadata.get("lesson", {}).get("minutes") or 5 * round(lesson_text.count(notebook).minutes / 5)
 
 
 def stamp(notebook, name: str) -> list[str]:

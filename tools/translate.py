@@ -27,6 +27,7 @@ from typing import NamedTuple
 import lesson_text
 import nbformat
 import series
+import stamp
 from babel.messages.catalog import Catalog
 from babel.messages.pofile import read_po, write_po
 from markdown_it import MarkdownIt
@@ -39,7 +40,9 @@ SHARED_FILES = (
 )  # fmt: skip
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "__pycache__", "*.egg-info", LOCALES)
 MARKDOWN = MarkdownIt("commonmark").enable("table")
-WORDS_OF_DIRECTIVE = re.compile(r"^\s*(?:[:`]{3,}\{(?:grid-item-card|tab-item)\}|:caption:) (.+)$")
+WORDS_OF_DIRECTIVE = re.compile(
+    r'^\s*(?:[:`]{3,}\{(?:grid-item-card|tab-item)\} |:caption: |"?(?:property=og:)?description"?: ")(.+?)"?$'
+)
 NO_PROSE = {"toctree", "raw", "include", "code-cell"}  # directives
 SUMMARY = re.compile(r"<summary>(.+?)</summary>")
 TITLE = re.compile(r"# @title (.+?) \{")  # of a folded cell
@@ -161,7 +164,7 @@ def words_of(source: str, comments: bool) -> list[Words]:
     for node in literals(ast.parse(source)):
         where = place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
         if isinstance(node, ast.Constant):
-            found.append(Words(*where, node.value, repr))
+            found.append(Words(*where, node.value, lambda said: quoted(repr(said))))
         else:
             text = template(node)
             found.append(Words(*where, text, lambda said, text=text: formatted(said, text)))
@@ -199,7 +202,7 @@ def literals(tree: ast.AST) -> Iterator[ast.Constant | ast.JoinedStr]:
                 yield node
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             phrase = re.search(r"[A-Za-z]{2}", node.value) and re.search(r"\S[ \n]\S", node.value)
-            if phrase or (re.fullmatch(r"[A-Za-z-]{3,}", node.value) and node not in single):
+            if phrase or (re.fullmatch(r"[A-Za-z-]{3,}:?", node.value) and node not in single):
                 yield node
 
 
@@ -210,8 +213,18 @@ def template(node: ast.JoinedStr) -> str:
         if isinstance(part, ast.Constant):
             parts.append(part.value.replace("{", "{{").replace("}", "}}"))
         else:
-            parts.append(re.sub(r"^f('''|\"\"\"|'|\")(.*)\1$", r"\2", ast.unparse(ast.JoinedStr([part])), flags=re.S))
+            parts.append(re.sub(r"^f('''|\"\"\"|'|\")(.*)\1$", r"\2", unparsed(ast.JoinedStr([part])), flags=re.S))
     return "".join(parts)
+
+
+def unparsed(node: ast.AST) -> str:
+    """As source, with 1e9 where Python writes nine noughts."""
+    return re.sub(r"\b(\d{1,3})((?:000)+)\.0\b", lambda found: f"{found[1]}e{len(found[2])}", ast.unparse(node))
+
+
+def quoted(literal: str) -> str:
+    """In double quotes, as all code here, where there are no quotes within."""
+    return re.sub(r"^(f?)'(?!')([^'\"]*)'$", r'\1"\2"', literal)
 
 
 def formatted(said: str, text: str) -> str:
@@ -223,7 +236,7 @@ def formatted(said: str, text: str) -> str:
     if values(now) != values(before):
         raise Broken(f"{said!r}: in braces stands something else than in {text!r}")
     now.values[-1].value = now.values[-1].value[:-1]  # the space, which parts the text's last quote from ours
-    return ast.unparse(now)
+    return quoted(unparsed(now))
 
 
 def values(node: ast.JoinedStr) -> Counter:
@@ -242,7 +255,8 @@ def values(node: ast.JoinedStr) -> Counter:
 def lesson(notebook: nbformat.NotebookNode, say: Say) -> nbformat.NotebookNode:
     """The lesson with its facts, prose and words of code as `say` has them, without outputs."""
     notebook = copy.deepcopy(notebook)
-    notebook.metadata["lesson"] = facts(notebook.metadata.get("lesson", {}), say)
+    minutes = stamp.minutes(notebook)
+    notebook.metadata["lesson"] = {**facts(notebook.metadata.get("lesson", {}), say), "minutes": minutes}
     for cell in notebook.cells:
         cell.source = (
             markdown(cell.source, say) if cell.cell_type == "markdown" else python(cell.source, say, comments=True)

@@ -19,12 +19,15 @@ from matplotlib.font_manager import fontManager, get_font
 from PIL import Image  # matplotlib needs it, too
 
 Origin = str  # "measured", "simulated" or "data"
+ORIGINS = {"measured": "measured", "simulated": "simulated"}  # the engine's word: what the reader sees
 
-# An edition in another language brings a font with its letters (tools/translate.py)
+BOLD = "bold"
+# An edition in another language brings a font with its letters (tools/translate.py), which has no bold ones
 for font in Path(__file__).parent.glob("*.ttf"):
     fontManager.addfont(font)
     matplotlib.rcParams["font.family"] = ["DejaVu Sans", get_font(font).family_name]
-    logging.getLogger("matplotlib.font_manager").setLevel("ERROR")  # it has no bold face: titles are plain
+    logging.getLogger("matplotlib.font_manager").setLevel("ERROR")
+    BOLD = "normal"
 
 # Okabe and Ito's palette: told apart by colour-blind readers too
 COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
@@ -88,7 +91,8 @@ def legend_above(axes: Axes, columns: int) -> None:
 
 def show(figure: Figure, title: str, origin: Origin) -> None:
     """Draw into the cell (or for a slider), with the title as alternative text. No pyplot: nothing stays open or is shown twice."""
-    figure.suptitle(textwrap.fill(title, 86), x=0.01, ha="left", weight="bold", fontsize=11)
+    figure.suptitle(textwrap.fill(title, 86), x=0.01, ha="left", weight=BOLD, fontsize=11)
+    origin = ORIGINS.get(origin, origin)
     if origin != "data":
         figure.supxlabel(origin, x=0.99, ha="right", style="italic", color="#666666", fontsize=9)
     picture = io.BytesIO()

@@ -65,12 +65,12 @@ def test_an_edition(project, capsys, monkeypatch):
     edition = project / "build" / "ko"
     lesson = series.read(edition / "notebooks" / "02_lesson.ipynb")
     assert lesson.cells[0].source == "# 02 · ONE\n\n- CUT\n\nSLOWER"
-    assert lesson.cells[1].source == "# DRAWN\nprint(f'ON WAIT {1 + 1} GPUS', \"cuda:0\")  # twice"
+    assert lesson.cells[1].source == '# DRAWN\nprint(f"ON WAIT {1 + 1} GPUS", "cuda:0")  # twice'
     assert lesson.metadata.lesson.goals["1"] == "CUT"
     assert "SLOWER" in (edition / "lessons" / "02_lesson.md").read_text("utf-8")
     assert "SLOWER" not in str(series.read(edition / "notebooks" / "03_lesson.ipynb")), "another lesson"
-    assert (edition / "checks" / "notebook_02.py").read_text() == "def said(place):\n    return f'CPU, not {place}'\n"
-    assert (edition / "checks" / "grader.py").read_text() == '"""Graders."""\nPASSED = \'DONE\'\n'
+    assert (edition / "checks" / "notebook_02.py").read_text() == 'def said(place):\n    return f"CPU, not {place}"\n'
+    assert (edition / "checks" / "grader.py").read_text() == '"""Graders."""\nPASSED = "DONE"\n'
     assert (edition / "docs" / "conf.py").read_text() == 'language = "ko"\n'
     assert "} LEARN\n:link: lessons\nREAD\n:::" in (edition / "docs" / "index.md").read_text()
     assert (edition / "helpers" / "font.ttf").exists()
@@ -107,21 +107,22 @@ def test_a_translation_that_would_be_other_code_is_refused(said):
 def test_words_of_code():
     source = (
         '"""A docstring."""\n%matplotlib inline\n'
-        "names = {'key': f\"xx{{y}} {', '.join('ab') or 'no thing'}\", 'ab cd': \"it's\"}\n"
+        "names = {'key': f\"xx{{y}} {', '.join('ab') or 'no thing'}\", 'ab cd': \"it's\", 'ms': f'{1e3 * 5:.0f} ms'}\n"
         "axes.set(loc='center', xlabel='seconds')  # fmt: skip\n# @title Draw it { display-mode: \"form\" }\n"
     )
     words = {
         "xx{{y}} {', '.join('ab') or 'no thing'}": "{', '.join('ab') or '\"q\"'} z{{",
         "ab cd": "c'd\"",
+        "{1e3 * 5:.0f} ms": "MS {1e3 * 5:.0f}",
         "Draw it": "D",
     }
     said = []
     new = translate.python(source, lambda text: (said.append(text), words.get(text, text))[1], comments=True)
-    assert said == ["xx{{y}} {', '.join('ab') or 'no thing'}", "ab cd", "seconds", "Draw it"]
+    assert said == ["xx{{y}} {', '.join('ab') or 'no thing'}", "ab cd", "{1e3 * 5:.0f} ms", "seconds", "Draw it"]
     assert new.endswith('# @title D { display-mode: "form" }\n') and "%matplotlib inline" in new
     names = {}
     exec(new.splitlines()[2], names)
-    assert names["names"] == {"key": "a, b z{", "c'd\"": "it's"}
+    assert names["names"] == {"key": "a, b z{", "c'd\"": "it's", "ms": "MS 5000"}
     assert ast.parse(new.replace("%matplotlib inline", ""))
 
 
