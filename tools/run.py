@@ -199,6 +199,7 @@ async def execute(path: Path) -> dict:
                     bar.set_postfix_str(cell.source.splitlines()[0][:40])
                     await client.async_execute_cell(cell, notebook.cells.index(cell))
                     bar.update()
+                client.km.shutdown_wait_time = 60  # on a busy machine Ray ends later than Jupyter waits (5 s)
         except CellExecutionError as failure:
             error = f"cell {at} of {len(cells)}: {failure.ename}: {failure.evalue}"
         except CellTimeoutError:

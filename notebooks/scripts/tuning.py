@@ -122,6 +122,10 @@ def start_ray(cpus: int | None = None, gpus: int | None = None, nodes: bool = Fa
     command = [sys.executable, "-c", WATCH, str(os.getpid())]
     _started.callback(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True).communicate)
     _started.callback(ray.shutdown)
+    kernel = getattr(getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)(), "kernel", None)
+    if kernel is not None:  # it ends its child processes before its own end comes: Ray would miss them, and wait
+        end = kernel.do_shutdown
+        _started.enter_context(mock.patch.object(kernel, "do_shutdown", lambda restart: stop_ray() or end(restart)))
     options = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
     options |= {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": OBJECT_STORE}
     if (quoted := shlex.quote(sys.executable)) != sys.executable:

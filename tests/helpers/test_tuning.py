@@ -168,6 +168,19 @@ def init(monkeypatch):
     assert not any(name.startswith("RAY_TMPDIR") for name in os.environ)
 
 
+def test_a_kernel_that_ends_ends_ray_first(monkeypatch):
+    """A kernel's own way kills its child processes, for which Ray waits, until Jupyter kills the kernel with a traceback of Ray's."""
+    import ray
+
+    kernel = SimpleNamespace(do_shutdown=lambda restart: os.environ.get("RAY_TMPDIR"))
+    shell = SimpleNamespace(kernel=kernel)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    tuning.start_ray()
+    assert os.environ["RAY_TMPDIR"] and kernel.do_shutdown(False) is None
+
+
 @pytest.mark.parametrize("words, tries", [("The current node timed out during startup.", 2), ("something else", 1)])
 def test_a_start_that_ray_found_too_slow_is_tried_again(init, words, tries):
     """From a cold disk Ray's processes may need more than the 30 s it gives them."""

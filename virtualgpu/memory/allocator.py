@@ -29,6 +29,7 @@ class CachingAllocator(Segments):
         super().__init__(*args, **keywords)
         self._waiting: list[tuple[float, int, Block]] = []  # freed, and used by other streams until that moment
         self._waited = 0
+        self._look()
 
     # -- figures
 
@@ -57,18 +58,14 @@ class CachingAllocator(Segments):
         """
         if not nbytes:
             return None
-        self._context = self.history.gather() if self.history is not None else None
-        if self._waiting:
-            self._process_events(self.timeline.now())
-        config = self.config
-        plain = config.plain and not self.expandable
-        size = (nbytes + 511) & -512 if plain else config.round_size(nbytes)
+        usual = self._usual
+        size = (nbytes + 511) & -512 if usual else self._begin(nbytes)
         try:
             free = self.pools[size > SMALL].lists[stream]
         except KeyError:
             free = self.pools[size > SMALL].free_list(stream)
         keys, least = free.keys, free.min_remainder
-        if plain:
+        if usual:
             index = bisect_left(keys, size << ADDRESS_BITS)
         else:
             if self.collects_garbage:
@@ -86,7 +83,12 @@ class CachingAllocator(Segments):
         whole = after is None and block.prev is None
         if rest > least:
             block.size = size
-            block.next = piece = Block(block.address + size, rest, free, block, after)
+            if free.spare:
+                piece = free.spare.pop()
+                piece.address, piece.size, piece.prev, piece.next = block.address + size, rest, block, after
+            else:
+                piece = Block(block.address + size, rest, free, block, after)
+            block.next = piece
             if after is not None:
                 after.prev = piece
             piece.segment, piece.mark = block.segment, free.pool.searches
@@ -124,15 +126,22 @@ class CachingAllocator(Segments):
             or now[0] + other[0] > both[0]
             or now[1] + other[1] > both[1]
             or now[2] + other[2] > both[2]
-            or self._waiting  # then more is active than is allocated
+            or not usual  # with streams to wait for, more is active than is allocated
         ):
             counts.note_peaks()
-        if size >= config.max_split_size:
-            self.statistics.oversize.increase(ALLOCATION, 1)
-        if self.history is not None or self.listeners:
+        if not usual:
+            if size >= self.config.max_split_size:
+                self.statistics.oversize.increase(ALLOCATION, 1)
             block.context, self._context = self._context, None
             self.tell("alloc", block.address, nbytes, stream, block.context, block)
         return block
+
+    def _begin(self, nbytes: int) -> int:
+        """The size that malloc looks for."""
+        self._context = self.history.gather() if self.history is not None else None
+        if self._waiting:
+            self._process_events(self.timeline.now())
+        return self.config.round_size(nbytes)
 
     def free(
         self, block: Block | None, ends: dict[int, float] | None = None, context=None, waited: bool = False
@@ -146,7 +155,7 @@ class CachingAllocator(Segments):
         if block is None:
             return
         assert block.used and block.waiting is waited, "freed twice"
-        free, size = block.free_list, block.size
+        free, size, usual = block.free_list, block.size, self._usual
         counts = free.pool.counts
         now, went = counts.now, counts.went
         if not waited:
@@ -154,21 +163,21 @@ class CachingAllocator(Segments):
             went[0] += 1
             now[1] -= size
             went[1] += size
-            if size >= self.config.max_split_size:
-                self.statistics.oversize.decrease(ALLOCATION, 1)
-            if self.history is not None:
-                self._context = context if context is not None else self.history.gather(freeing=True)
-            if self.history is not None or self.listeners:
+            if not usual:
+                if size >= self.config.max_split_size:
+                    self.statistics.oversize.decrease(ALLOCATION, 1)
+                if self.history is not None:
+                    self._context = context if context is not None else self.history.gather(freeing=True)
                 origin = self._context or block.context
                 self.tell("free_requested", block.address, block.requested, block.stream, origin, block)
             if block.streams:
                 self._insert_events(block, ends)
                 return
-        if self.history is not None or self.listeners:
+        if not usual:
             context = self._context or block.context
             self.tell("free_completed", block.address, block.requested, block.stream, context, block)
-        if not waited:  # otherwise who waits goes on, and has called from elsewhere
-            self._context = None
+            if not waited:  # otherwise who waits goes on, and has called from elsewhere
+                self._context = None
         now[2] -= block.requested
         went[2] += block.requested
         now[3] -= 1
@@ -190,6 +199,7 @@ class CachingAllocator(Segments):
             index = bisect_left(keys, after.size << ADDRESS_BITS | after.address)
             del keys[index], blocks[index]
             block.size += after.size
+            free.spare.append(after)
             block.next = after = after.next
             if after is not None:
                 after.prev = block
@@ -208,8 +218,11 @@ class CachingAllocator(Segments):
             went[6] += block.size - size
             return
         now[6] += size
-        now[5] += 1 - joined
-        went[5] += max(0, joined - 1)
+        if not joined:
+            now[5] += 1
+        elif joined == 2:
+            now[5] -= 1
+            went[5] += 1
         peak, other, both = counts.peak, counts.other, counts.both
         if now[5] > peak[5] or now[6] > peak[6] or now[5] + other[5] > both[5] or now[6] + other[6] > both[6]:
             counts.note_peaks()
@@ -220,11 +233,13 @@ class CachingAllocator(Segments):
         block.waiting, block.streams, self._context = True, None, None
         self._waited += 1
         insort(self._waiting, (max(ends.values()), self._waited, block))
+        self._look()
 
     def _process_events(self, now: float) -> None:
         """The blocks that waited until now, or less long, are free."""
         while self._waiting and self._waiting[0][0] <= now:
             self.free(self._waiting.pop(0)[2], waited=True)
+        self._look()
 
     def _synchronize_and_free_events(self) -> None:
         if self._waiting:
@@ -305,6 +320,7 @@ class CachingAllocator(Segments):
         """Other settings from now on, as torch.cuda.memory._set_allocator_settings does; memory_fraction counts only at
         the start."""
         self.config = config
+        self._look()
 
     def watch(self, listener, on: bool = True) -> None:
         """Let `listener` hear of all events, or no more; see `tell`."""
@@ -312,7 +328,14 @@ class CachingAllocator(Segments):
             self.listeners = [*self.listeners, listener]
         else:
             self.listeners = [other for other in self.listeners if other != listener]
+        self._look()
 
     def record(self, history) -> None:
         """Let a `History` write down what happens, or None."""
-        self.history = history
+        self.history, self._context = history, None
+        self._look()
+
+    def _look(self) -> None:
+        """Is nothing on that malloc and free ask for besides? They look at one flag, not at each of these."""
+        rare = self._waiting or self.expandable or self.history is not None or self.listeners
+        self._usual = self.config.plain and not rare

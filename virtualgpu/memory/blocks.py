@@ -35,7 +35,7 @@ class Timeline:
         """The host waits."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
     """A piece of a segment. Its neighbours in the same segment are `prev` and `next`.
 
@@ -101,6 +101,7 @@ class FreeList:
         self.min_remainder: float = 0 if pool.small else SMALL
         self.keys: list[int] = []
         self.blocks: list[Block] = []
+        self.spare: list[Block] = []  # that were joined to others, to be used again
         self.unmapped: list[Block] = []  # of expandable segments, by address
 
     def at_least(self, size: int) -> int:

@@ -8,7 +8,6 @@ Sources: c10/core/AllocatorConfig.{h,cpp}, c10/cuda/CUDAAllocatorConfig.{h,cpp};
 torch.
 """
 
-import functools
 import math
 import os
 import re
@@ -59,7 +58,7 @@ class Config:
     large_segment: int = LARGE_SEGMENT
     memory_fraction: float = 1.0  # per_process_memory_fraction
 
-    @functools.cached_property
+    @property
     def plain(self) -> bool:
         """Does malloc take the smallest free block that fits, as rounded to 512 bytes, and never look at its age?"""
         usual = self.divisions == WHOLE and self.max_split_size == UNLIMITED
