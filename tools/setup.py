@@ -123,8 +123,9 @@ def install(fresh: bool) -> int:
         except (SystemExit, subprocess.CalledProcessError):
             print("Python could not make a virtual environment. On Debian and Ubuntu: apt install python3-venv")
             return 1
-        with open(VENV / "pyvenv.cfg", "a", encoding="utf-8") as settings:
-            settings.write("relocatable = true\n")  # uv then writes scripts that find their Python beside them
+        if shutil.which("realpath"):  # macOS has it from 13 on
+            with open(VENV / "pyvenv.cfg", "a", encoding="utf-8") as settings:
+                settings.write("relocatable = true\n")  # uv then writes scripts that find their Python beside them
     MARK.touch()  # older set-ups have none
     STAMP.unlink(missing_ok=True)
     if not (with_uv() or with_pip()):

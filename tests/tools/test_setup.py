@@ -162,11 +162,14 @@ def test_an_environment_moves_with_its_folder(setup, monkeypatch, linked):
         assert ran.stdout.strip() == ascii(str(folder / "ours.py"))
 
 
-def test_scripts_find_python_beside_them(setup):
-    """By a path, a moved folder's would not: uv looks for this line."""
+@pytest.mark.parametrize("realpath", ["/bin/realpath", None])
+def test_scripts_find_python_beside_them(setup, monkeypatch, realpath):
+    """By a path, a moved folder's would not: uv looks for this line, and its scripts call realpath."""
     module, _, _ = setup
+    monkeypatch.setattr(module.shutil, "which", {"realpath": realpath}.get)
     module.main()
-    assert "relocatable = true" in (module.VENV / "pyvenv.cfg").read_text("utf-8").splitlines()
+    settings = module.VENV / "pyvenv.cfg"
+    assert (settings.exists() and settings.read_text("utf-8") == "relocatable = true\n") == bool(realpath)
 
 
 def interrupted(module, calls, root):

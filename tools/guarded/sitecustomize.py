@@ -17,8 +17,9 @@ def _inside(name) -> bool:
     if not isinstance(name, (str, bytes, os.PathLike)):  # a number of an open file
         return True
     path = os.path.realpath(os.fsdecode(name))
+    devices = () if path.startswith("/dev/shm/") and path.count("/") > 3 else ("/dev/",)  # TMPDIR may be a folder there
     return path.startswith(
-        ("/dev/", "/proc/", "/tmp/virtualgpu-", os.path.realpath(os.environ.get("GUARDED", "/")).rstrip("/") + "/")
+        (*devices, "/proc/", "/tmp/virtualgpu-", os.path.realpath(os.environ.get("GUARDED", "/")).rstrip("/") + "/")
     )
 
 

@@ -221,7 +221,7 @@ path = scratch.folder()
 open(os.path.join(path, "1.ledger"), "w").close()
 number, page = tempfile.mkstemp(prefix=scratch.PREFIX, suffix=".moments")
 scratch.hold(number)
-print(path, page, flush=True)
+print(path, page, sep="\\t", flush=True)
 if sys.argv[1] == "ends":
     scratch.remove(path), os.unlink(page)
 else:
@@ -239,7 +239,7 @@ def temporary(tmp_path, monkeypatch):
 def maker(how: str) -> tuple[subprocess.Popen, list[str]]:
     command = [sys.executable, "-c", MAKER, how]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    return process, process.stdout.readline().split()
+    return process, process.stdout.readline().strip().split("\t")
 
 
 def make_old(*paths) -> None:

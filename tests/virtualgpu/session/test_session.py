@@ -397,6 +397,7 @@ def test_a_gpu_used_before_a_fork_is_refused_after_it(gpus):
 import os, sys, torch, virtualgpu
 virtualgpu.gpus(2)
 x = torch.ones(2, device="cuda:1")
+sys.stdout.flush()
 if os.fork() == 0:
     for line in (lambda: x + 1, lambda: x.cpu(), lambda: repr(x), lambda: torch.ones(2, device="cuda"), lambda: torch.cuda.synchronize()):
         try:

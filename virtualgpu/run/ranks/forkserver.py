@@ -58,14 +58,14 @@ def store(nprocs: int):
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     descriptor = listener.detach()  # the store closes it
-    with _without_warnings():
+    with without_warnings():
         return dist.TCPStore(
             "127.0.0.1", port, nprocs, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
         )
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """What C++ logs is dropped: without a network it says that no DNS server knows the name of an address."""
     try:
         kept = os.dup(2)

@@ -19,6 +19,7 @@ from typing import Any
 
 from virtualgpu.run import inherit, prefork
 from virtualgpu.run.processes import keep_tree, kill_tree
+from virtualgpu.run.ranks import forkserver
 
 # -- What ranks print, on its way to the notebook: bytes through a pipe of each rank's own, lines when all have ended.
 #
@@ -156,7 +157,8 @@ def _run(pipe: Connection, payload: bytes, rank: int, world_size: int, port: int
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     inherit.import_state(offered)
-    store = dist.TCPStore(address, port, world_size, is_master=False)
+    with forkserver.without_warnings():
+        store = dist.TCPStore(address, port, world_size, is_master=False)
     machine: Any = session.current()
     dist.init_process_group(_backend(machine, rank, world_size), store=store, rank=rank, world_size=world_size)
     if machine is not None:
