@@ -54,6 +54,7 @@ html_theme_options = {
     "use_download_button": False,
     "use_fullscreen_button": False,
     "launch_buttons": {"colab_url": "https://colab.research.google.com"},
+    "footer_content_items": ["copyright.html"],  # which names the authors
     "show_navbar_depth": 1,
     "show_toc_level": 2,
     "home_page_in_toc": True,
