@@ -128,7 +128,11 @@ def install(fresh: bool) -> int:
                 settings.write("relocatable = true\n")  # uv then writes scripts that find their Python beside them
     MARK.touch()  # older set-ups have none
     STAMP.unlink(missing_ok=True)
-    if not (with_uv() or with_pip()):
+    done = with_uv()
+    if not done and os.environ.get("CPU") and not index_answers():
+        print(f"{CPU_INDEX} does not answer: name a mirror (PYTORCH_INDEX=... make CPU=1 setup), or leave CPU=1 out.")
+        return 1
+    if not (done or with_pip()):
         print(
             "The requirements could not be installed; pip's own message is above. Is there a network? Then try again."
         )
@@ -161,13 +165,20 @@ def with_uv() -> bool:
     uv = [python_in_venv(), "-m", "uv", "pip", "install", "--python", python_in_venv(), "--compile-bytecode"]
     done = subprocess.run([*uv, "--index-strategy=unsafe-best-match", *wanted_packages()], cwd=ROOT, env=environ)
     if done.returncode:
-        print("uv could not install the requirements; pip tries.", flush=True)
+        print("uv could not install the requirements.", flush=True)
     return not done.returncode
 
 
 def with_pip() -> bool:
     command = [python_in_venv(), "-m", "pip", "install", "--disable-pip-version-check", *wanted_packages()]
     return not subprocess.run(command, cwd=ROOT).returncode
+
+
+def index_answers() -> bool:
+    """Where PyTorch's own does not, pip asks it for each package, half an hour in all, and takes PyTorch with CUDA in the end."""
+    pip = [python_in_venv(), "-m", "pip", "index", "versions", "--retries", "1", "--index-url", CPU_INDEX, "torch"]
+    nowhere_else = os.environ | {"PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}
+    return not subprocess.run(pip, env=nowhere_else, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
 
 
 def wanted_packages() -> list[str]:

@@ -261,6 +261,17 @@ def test_what_fails_names_the_cure(setup, monkeypatch, capsys, change, said):
     assert not (root / ".venv" / "finished").exists() and calls.made == (calls.fail is not None)
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_pytorch_with_cuda_is_not_taken_for_one_without(setup, monkeypatch, capsys, answers):
+    """Its index did not answer: pip asked it for 200 packages, in half an hour, and took the registry's."""
+    module, calls, _ = setup
+    monkeypatch.setenv("CPU", "1")
+    monkeypatch.setattr(module, "index_answers", lambda: answers)
+    calls.fail = "uv fails"
+    assert module.main() == (0 if answers else 1) and calls.installed == 1 + answers
+    assert ("PYTORCH_INDEX=" in capsys.readouterr().out) != answers
+
+
 @pytest.mark.parametrize("system, free, said", [
     ("linux", 9, "9.0 GB free on this disk, about 10 GB are needed"),
     ("darwin", 1, "1.0 GB free on this disk, about 3 GB are needed"),
