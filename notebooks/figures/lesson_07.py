@@ -296,11 +296,11 @@ def scatter(prices: PriceList, title: str) -> None:
             x, y = 250 * math.log2(time) / math.log2(8), 200 * gib / 11.9  # points
             near = (place for place in joined if math.dist(place, (x, y)) < 5)
             joined.setdefault(next(near, (x, y)), []).append(str(number))
-        taken: list[tuple[float, float]] = []
+        taken: list[tuple[float, float, float]] = []
         for (x, y), numbers in joined.items():
             time, gib = points[names[int(numbers[0]) - 1]]
-            place = _free(x, y, taken)
-            axis.annotate(", ".join(numbers), (time, gib), place, textcoords="offset points", fontsize=8)
+            text = ", ".join(numbers)
+            axis.annotate(text, (time, gib), _free(x, y, text, taken), textcoords="offset points", fontsize=8)
     axes[0].set_ylabel("in tensors at the peak (GiB)")
     for kind, style in styles.items():
         axes[1].plot([], [], linestyle="", label=kind, **style)
@@ -311,12 +311,17 @@ def scatter(prices: PriceList, title: str) -> None:
     figures.show(figure, title, "simulated")
 
 
-def _free(x: float, y: float, taken: list[tuple[float, float]]) -> tuple[int, int]:
-    """Where a number finds room beside its mark at (x, y) points, away from those that are `taken`, which it joins."""
-    room = (place for place in PLACES if all(abs(x + place[0] - a) > 11 or abs(y + place[1] - b) > 9 for a, b in taken))
-    place = next(room, PLACES[0])
-    taken.append((x + place[0], y + place[1]))
-    return place
+def _free(x: float, y: float, text: str, taken: list[tuple[float, float, float]]) -> tuple[int, int]:
+    """Where numbers find room beside their mark at (x, y) points, away from those that are `taken` (left, right, height), which they join."""
+    wide = 5 * len(text)
+    room = (
+        (dx, dy)
+        for dx, dy in PLACES
+        if all(x + dx > right or x + dx + wide < left or abs(y + dy - height) > 9 for left, right, height in taken)
+    )
+    dx, dy = next(room, PLACES[0])
+    taken.append((x + dx, x + dx + wide, y + dy))
+    return dx, dy
 
 
 class Adam8bit(torch.optim.Optimizer):
