@@ -289,12 +289,18 @@ def scatter(prices: PriceList, title: str) -> None:
         axis.set(xscale="log", xlabel="time of a step (x the plain one's)", ylim=(0, 11.9), title=panel)
         slowest = max(time for time, _ in points.values())
         figures.ticks(axis, [tick for tick in (0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3) if tick < 1.1 * slowest])
-        taken: list[tuple[float, float]] = []
+        joined: dict[tuple[float, float], list[str]] = {}  # numbers of marks that lie on each other
         for number, name in enumerate(names, 1):
             time, gib = points[name]
             axis.plot(time, gib, linestyle="", markersize=6, **styles[prices.kinds[name]])
-            place = _free(250 * math.log2(time) / math.log2(8), 200 * gib / 11.9, taken)
-            axis.annotate(str(number), (time, gib), place, textcoords="offset points", fontsize=8)
+            x, y = 250 * math.log2(time) / math.log2(8), 200 * gib / 11.9  # points
+            near = (place for place in joined if math.dist(place, (x, y)) < 5)
+            joined.setdefault(next(near, (x, y)), []).append(str(number))
+        taken: list[tuple[float, float, float]] = []
+        for (x, y), numbers in joined.items():
+            time, gib = points[names[int(numbers[0]) - 1]]
+            text = ", ".join(numbers)
+            axis.annotate(text, (time, gib), _free(x, y, text, taken), textcoords="offset points", fontsize=8)
     axes[0].set_ylabel("in tensors at the peak (GiB)")
     for kind, style in styles.items():
         axes[1].plot([], [], linestyle="", label=kind, **style)
@@ -305,12 +311,17 @@ def scatter(prices: PriceList, title: str) -> None:
     figures.show(figure, title, "simulated")
 
 
-def _free(x: float, y: float, taken: list[tuple[float, float]]) -> tuple[int, int]:
-    """Where a number finds room beside its mark at (x, y) points, away from those that are `taken`, which it joins."""
-    room = (place for place in PLACES if all(abs(x + place[0] - a) > 11 or abs(y + place[1] - b) > 9 for a, b in taken))
-    place = next(room, PLACES[0])
-    taken.append((x + place[0], y + place[1]))
-    return place
+def _free(x: float, y: float, text: str, taken: list[tuple[float, float, float]]) -> tuple[int, int]:
+    """Where numbers find room beside their mark at (x, y) points, away from those that are `taken` (left, right, height), which they join."""
+    wide = 5 * len(text)
+    room = (
+        (dx, dy)
+        for dx, dy in PLACES
+        if all(x + dx > right or x + dx + wide < left or abs(y + dy - height) > 9 for left, right, height in taken)
+    )
+    dx, dy = next(room, PLACES[0])
+    taken.append((x + dx, x + dx + wide, y + dy))
+    return dx, dy
 
 
 class Adam8bit(torch.optim.Optimizer):

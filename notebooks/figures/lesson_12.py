@@ -1,6 +1,6 @@
 """Layouts of a training run: seconds of a step against GiB, and which of them nothing beats in both."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from helpers.plots import figures
 from helpers.plots.figures import COLORS
@@ -27,13 +27,18 @@ def best(found: Iterable[tuple[dict, float, float]], room: float) -> list[tuple[
     return kept
 
 
+def of_power(styles: Sequence[str], number: int) -> str:
+    """The same style for 1, for 2, for 4 and so on in every figure."""
+    return styles[(number.bit_length() - 1) % len(styles)]
+
+
 def frontier(found: list[tuple[dict, float, float]], room: float, title: str) -> None:
     """found: (layout, seconds, GiB) each. Colors are tensor parallel's degrees, shapes the replicas; the line joins what nothing beats."""
     degrees = sorted({layout["tp"] for layout, *_ in found})
-    copies = sorted({layout["replicas"] for layout, *_ in found})
+    numbers = sorted({layout["replicas"] for layout, *_ in found})
     with figures.drawn(title, "simulated", 3.4, xlabel="seconds a step", ylabel="GiB on each GPU") as axes:
         for layout, seconds, gib in found:
-            color, marker = COLORS[degrees.index(layout["tp"])], MARKERS[copies.index(layout["replicas"])]
+            color, marker = of_power(COLORS, layout["tp"]), of_power(MARKERS, layout["replicas"])
             axes.plot(seconds, gib, marker, color=color, markersize=5.5, alpha=0.8 if gib <= room else 0.25)
         line = best(found, room)
         axes.plot([row[1] for row in line], [row[2] for row in line], color="#555555", linewidth=1, zorder=0)
@@ -47,10 +52,10 @@ def frontier(found: list[tuple[dict, float, float]], room: float, title: str) ->
             va="bottom",
             fontsize=8,
         )
-        for degree, color in zip(degrees, COLORS, strict=False):
-            axes.plot([], [], "o", color=color, label=f"tp {degree}")
-        for number, marker in zip(copies, MARKERS, strict=False):
-            axes.plot([], [], marker, color="#777777", label=f"{number} replica{'s' * (number > 1)}")
+        for degree in degrees:
+            axes.plot([], [], "o", color=of_power(COLORS, degree), label=f"tp {degree}")
+        for number in numbers:
+            axes.plot([], [], of_power(MARKERS, number), color="#777777", label=f"{number} replica{'s' * (number > 1)}")
         axes.set_xscale("log")
         low, high = min(row[1] for row in found), max(row[1] for row in found)
         figures.ticks(axes, [x for x in (0.5, 1, 2, 3, 5, 10, 20, 30, 60) if 0.9 * low <= x <= 1.1 * high])
