@@ -138,7 +138,7 @@ def opening(notebook, name: str) -> str:
         return "\n".join([lines[0], "", badges(notebook, name), "", *lines[1:]]).rstrip()
     goals = "\n".join(f"- {goal}" for goal in facts.teaches)
     words = (
-        f"**Time:** runs in {facts.runs} on 2 CPU cores; plan {minutes(notebook)} minutes. **Level:** {facts.level}. "
+        f"**Time:** runs in {facts.runs} on 2 CPU cores; plan {minutes(notebook)} to {2 * minutes(notebook)} minutes. **Level:** {facts.level}. "
         f"**Before this:** {facts.needs}. {facts.note}"
     )
     title = f"# {name[:2]} · {notebook.metadata.lesson.title}"
