@@ -192,7 +192,7 @@ def contents(lessons: list, seconds: dict[str, float]) -> str:
             + f"::::\n:::::\n\n{{.lesson-facts}}\n{summary.level.capitalize()}; runs in {summary.runs or 'a minute'} on two cores{here}; plan {stamp.minutes(notebook)} minutes. Before it: {summary.needs or 'nothing'}.\n"
         )
     text = (
-        f"# The lessons\n\nIn the order of reading, which is that of their numbers ([their words](words.md)). What comes before what:\n\n{series_map(lessons)}\n\n"
+        f"# The lessons\n\nIn the order of reading, which is that of their numbers ([their words](../docs/words.md)). What comes before what:\n\n{series_map(lessons)}\n\n"
         + "\n".join(cards)
     )
     return onward(text, series.NOTEBOOKS.name)
