@@ -33,7 +33,6 @@ from pathlib import Path
 import lesson_text
 import nbformat
 import series
-import stamp
 from graded import Exercise, exercises
 from tqdm import tqdm
 
@@ -52,7 +51,7 @@ def release(out: Path) -> None:
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty: name a new folder")
     out.mkdir(parents=True, exist_ok=True)
-    pages = "](https://github.com/{repository}/blob/{tag}/".format(**stamp.settings())
+    pages = "](https://github.com/{repository}/blob/{tag}/".format(**series.settings())
     for path in series.notebooks():
         lesson = series.read(path)
         for at, exercise in exercises(lesson, path.name[:2]).items():

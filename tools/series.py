@@ -4,6 +4,7 @@ import contextlib
 import html
 import os
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,12 @@ LONGEST = (
 TAGS = {
     "bootstrap", "cover", "exercise", "solution", "folded", "prediction", "nbval-ignore-output", "raises-exception",
 }  # fmt: skip
+
+
+def settings() -> dict[str, str]:
+    """The repository's name and the tag, from pyproject.toml."""
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        return tomllib.load(file)["tool"]["series"]
 
 
 def notebooks() -> list[Path]:

@@ -13,7 +13,6 @@ import ast
 import base64
 import sys
 import textwrap
-import tomllib
 from pathlib import Path
 
 import lesson_text
@@ -90,11 +89,6 @@ except ImportError as error:
     raise SystemExit(str(error)) from None"""
 
 
-def settings() -> dict[str, str]:
-    with open(series.ROOT / "pyproject.toml", "rb") as file:
-        return tomllib.load(file)["tool"]["series"]
-
-
 def imports(notebook) -> set[str]:
     """Top-level modules that the notebook's cells import."""
     found = set()
@@ -110,7 +104,7 @@ def imports(notebook) -> set[str]:
 
 def addresses(notebook, name: str) -> dict[str, str]:
     """Where this notebook opens: on Kaggle where its two GPUs are used."""
-    found = {where: address.format(name=name, **settings()) for where, address in ADDRESSES.items()}
+    found = {where: address.format(name=name, **series.settings()) for where, address in ADDRESSES.items()}
     return found if series.summary(notebook).gpus in (1, 2) else {"Colab": found["Colab"]}
 
 
@@ -122,9 +116,9 @@ def badges(notebook, name: str) -> str:
 
 def bootstrap(notebook) -> str:
     lesson = {name: pip for name, pip in LESSONS_NEED.items() if name in imports(notebook)}
-    repository = settings()["repository"]
+    repository = series.settings()["repository"]
     return BOOTSTRAP.format(
-        needs={**HELPERS_NEED, **lesson}, project=repository.split("/")[-1], fetched=FETCHED, **settings()
+        needs={**HELPERS_NEED, **lesson}, project=repository.split("/")[-1], fetched=FETCHED, **series.settings()
     )
 
 
@@ -213,7 +207,7 @@ def start() -> str:
 
 def site() -> str:
     """GitHub's pages of the repository."""
-    owner, name = settings()["repository"].split("/")
+    owner, name = series.settings()["repository"].split("/")
     return f"https://{owner}.github.io/{name}"
 
 

@@ -163,7 +163,7 @@ def onward(text: str, folder: str) -> str:
 
 def in_repository(target: str) -> str:
     """The address of a file of the project."""
-    project = stamp.settings()
+    project = series.settings()
     return f"https://github.com/{project['repository']}/blob/{project['tag']}/{target}"
 
 

@@ -25,7 +25,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT / "tools"))  # for this program; the notebooks find their helpers by themselves
 import series  # noqa: E402
-import stamp  # noqa: E402
 
 
 def main(only: list[str]) -> int:
@@ -78,12 +77,12 @@ def environment(repository: str) -> dict[str, str]:
     """github.com/<repository> is this working copy's last commit, tagged; no bars, virtual GPUs: as the outputs were stored."""
     subprocess.run(["git", "clone", "-q", "--bare", ROOT, repository], check=True)
     subprocess.run(
-        ["git", "-C", repository, "tag", "-f", stamp.settings()["tag"]], check=True, stdout=subprocess.DEVNULL
+        ["git", "-C", repository, "tag", "-f", series.settings()["tag"]], check=True, stdout=subprocess.DEVNULL
     )
     return {
         "GIT_CONFIG_COUNT": "1",
         "GIT_CONFIG_KEY_0": f"url.file://{repository}.insteadOf",
-        "GIT_CONFIG_VALUE_0": f"https://github.com/{stamp.settings()['repository']}",
+        "GIT_CONFIG_VALUE_0": f"https://github.com/{series.settings()['repository']}",
         "TQDM_DISABLE": "1",
         "HELPERS_GPUS": "virtual",
         "JUPYTER_PREFER_ENV_PATH": "1",

@@ -2,6 +2,8 @@
 
 import itertools
 import re
+import subprocess
+import sys
 
 import lesson_text
 import pytest
@@ -197,3 +199,22 @@ def test_the_workflow_runs_each_session_of_the_matrix():
     workflow = (series.ROOT / ".github" / "workflows" / "weekly.yml").read_text("utf-8")
     sessions = re.search(r"sessions = \[(.*?)\]", (series.ROOT / "noxfile.py").read_text("utf-8"), re.S)[1]
     assert re.findall(r'"(.+?)"', re.search(r"session: \[(.*)\]", workflow)[1]) == re.findall(r'"(.+?)"', sessions)
+
+
+def test_what_opens_the_notebooks_as_colab_imports_what_colab_has():
+    lacking = [
+        "jupytext",
+        "babel",
+        "sphinx",
+        "bs4",
+        "myst_nb",
+        "pytest",
+        "nbval",
+        "ray",
+        "accelerate",
+        "safetensors",
+        "GPUtil",
+        "pynvml",
+    ]
+    code = f"import sys, runpy; sys.modules |= dict.fromkeys({lacking}); runpy.run_path('tests/colab/run.py')"
+    subprocess.run([sys.executable, "-c", code], cwd=series.ROOT, check=True)

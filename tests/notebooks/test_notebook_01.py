@@ -63,11 +63,11 @@ def repository(tmp_path_factory):
     for folder in ("helpers", "virtualgpu", "checks", "data", "notebooks/scripts", "docs"):
         shutil.copytree(series.ROOT / folder, origin / folder, ignore=shutil.ignore_patterns("__pycache__"))
     git = ["git", "-C", str(origin), "-c", "user.name=t", "-c", "user.email=t@t"]
-    subprocess.run(["git", "init", "-q", "-b", stamp.settings()["tag"], str(origin)], check=True)
+    subprocess.run(["git", "init", "-q", "-b", series.settings()["tag"], str(origin)], check=True)
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-qm", "all"], check=True)
     return {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.file://{origin}.insteadOf",
-            "GIT_CONFIG_VALUE_0": f"https://github.com/{stamp.settings()['repository']}"}  # fmt: skip
+            "GIT_CONFIG_VALUE_0": f"https://github.com/{series.settings()['repository']}"}  # fmt: skip
 
 
 # found, and not imported: that would take as long as all the rest
@@ -160,14 +160,14 @@ def test_a_fork_changes_one_line(tmp_path, monkeypatch):
     (tmp_path / "notebooks").mkdir()
     copy = shutil.copy(PATH, tmp_path / "notebooks")
     shutil.copy(series.ROOT / "README.md", tmp_path)
-    text = (series.ROOT / "pyproject.toml").read_text("utf-8").replace(stamp.settings()["repository"], "someone/fork")
+    text = (series.ROOT / "pyproject.toml").read_text("utf-8").replace(series.settings()["repository"], "someone/fork")
     (tmp_path / "pyproject.toml").write_text(text)
     monkeypatch.setattr(series, "ROOT", tmp_path)
     monkeypatch.setattr(series, "NOTEBOOKS", tmp_path / "notebooks")
     assert stamp.main(["--check"]) == 1
     assert stamp.main(["--fix"]) == 0 and stamp.main(["--check"]) == 0
     stamped = series.read(copy)
-    address = f"github/someone/fork/blob/{stamp.settings()['tag']}/notebooks/{PATH.name}"
+    address = f"github/someone/fork/blob/{series.settings()['tag']}/notebooks/{PATH.name}"
     assert address in stamped.cells[0].source and address in (tmp_path / "README.md").read_text("utf-8")
     set_up = next(c for c in stamped.cells if "bootstrap" in series.tags(c))
     assert "https://github.com/someone/fork" in set_up.source

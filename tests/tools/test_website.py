@@ -15,7 +15,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 import virtualgpu
 
-TAG = stamp.settings()["tag"]
+TAG = series.settings()["tag"]
 
 ELSEWHERE = re.compile(r"^(https?:|data:|mailto:|#$|javascript:)")
 
