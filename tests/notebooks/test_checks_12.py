@@ -91,7 +91,7 @@ def test_a_row_of_the_table_comes_out_again(name):
     run = plan_llama.RUNS[name]
     quick = [row for row in TABLES[name] if row[0]["tp"] == 1]
     layout, seconds, gib = random.Random(name).choice(quick)
-    assert plan_llama.trial(run, layout) == pytest.approx((seconds, gib), rel=2e-3)
+    assert plan_llama.trial(run, layout) == pytest.approx((seconds, gib), rel=1e-2)
     assert [row[0] for row in TABLES[name]] == [*plan_llama.layouts(run)]
 
 

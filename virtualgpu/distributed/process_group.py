@@ -42,6 +42,9 @@ class ProcessGroupNCCL(_compat.Gloo):
     def __init__(self, store, rank: int, size: int, options=None, timeout: timedelta | None = None):
         limit = timeout or getattr(options, "_timeout", None) or timedelta(minutes=10)
         self.limit, self.settings = limit, options
+        if not dist.is_initialized():
+            ProcessGroupNCCL.worlds += 1
+        store = dist.PrefixStore(f"virtualgpu/world{ProcessGroupNCCL.worlds}", store)
         if size > 1:
             announce(store, rank)
         super().__init__(store, rank, size, timeout=limit)  # all ranks meet
@@ -51,11 +54,8 @@ class ProcessGroupNCCL(_compat.Gloo):
 
     @classmethod
     def create(cls, options, backend_options) -> "ProcessGroupNCCL":
-        """What PyTorch's table of backends calls for a new group."""
-        if not dist.is_initialized():
-            ProcessGroupNCCL.worlds += 1
-        store = dist.PrefixStore(f"virtualgpu/world{ProcessGroupNCCL.worlds}", options.store)
-        return cls(store, options.group_rank, options.group_size, backend_options, options.timeout)
+        """What PyTorch's table of backends calls for a new group; before 2.12 PyTorch calls the class."""
+        return cls(options.store, options.group_rank, options.group_size, backend_options, options.timeout)
 
     @property
     def options(self):
