@@ -159,7 +159,7 @@ def students(root, outside):
         "exit in function": first("def double(x): raise SystemExit(0)", 0, "SystemExit: 0"),
         "_exit": first("import os\nos._exit(5)", 0, "its process ended (status 5)"),
         "error": first("1 / 0", 0, "ZeroDivisionError: division by zero"),
-        "syntax": hand(0, 1, one="def double(x:\n", two="answer = 46 - 4", says=["SyntaxError"]),
+        "syntax": hand(0, 1, one="def double(x]:\n", two="answer = 46 - 4", says=["SyntaxError"]),
         "asks": first("double = input('?')", 0, "EOFError"),
         "writes outside": first(f"open({str(outside / 'file')!r}, 'w')", 0, "lies outside the folder"),
         "writes at home": first("import pathlib\n(pathlib.Path.home() / 'a').write_text('')\ndouble = lambda x: 3 * x - x", 1),

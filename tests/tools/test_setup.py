@@ -281,6 +281,7 @@ def test_a_full_disk_is_said_before_anything_is_downloaded(setup, monkeypatch, c
     module, calls, _ = setup
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free * 1e9))
     monkeypatch.setattr(module.sys, "platform", system)
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)  # Windows' way asks Windows
     status = module.main()
     assert said in capsys.readouterr().out
     assert (status, calls.made > 0) == ((0, True) if "first time" in said else (1, False))
