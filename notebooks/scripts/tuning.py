@@ -42,8 +42,7 @@ LIMIT = 60  # seconds in which a trial has to begin where there is room: startin
 # Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own temporary folder is too long
 SHORT = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
 MEBIBYTE = 1 << 20
-# Bytes of shared memory, room for lesson 05's largest objects; Ray's default is a third of the machine's
-OBJECT_STORE = 512 << 20
+OBJECT_STORE = 100 << 20  # bytes of shared memory; Ray's default is a third of the machine's
 # Two of Ray's agents outlive a killed notebook by minutes. This process sees its stdin close, and ends what was Ray's.
 WATCH = """
 import contextlib, psutil, select, sys

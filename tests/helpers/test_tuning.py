@@ -212,7 +212,7 @@ def test_too_small_files_are_said_at_once():
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, hard))
     try:
-        with pytest.raises(OSError, match=r"need a file of 536,870,912 bytes, .* 8,388,608: .* `ulimit -f unlimited`"):
+        with pytest.raises(OSError, match=r"need a file of 104,857,600 bytes, .* 8,388,608: .* `ulimit -f unlimited`"):
             tuning.start_ray(cpus=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -196,8 +196,11 @@ class Stopwatch:
     def __call__(self):
         """The time, of the kind that was chosen for who asks."""
         timers, now = self.timers, None
-        kind, caller = timers.machine.timers, sys._getframe(1)
-        if kind != "real" and _is_a_stopwatch(caller):
+        kind, caller = (
+            timers.machine.timers,
+            sys._getframe().f_back,
+        )  # None in a library's own thread: Ray's, which collects garbage
+        if kind != "real" and caller and _is_a_stopwatch(caller):
             if kind == "simulated":
                 now = timers.simulated(self.__name__)
             elif not caller.f_globals.get("__name__", "").startswith("tqdm."):  # a bar's rate is nobody's measurement
@@ -207,8 +210,8 @@ class Stopwatch:
 
 def _sleep(machine: Machine, original, seconds) -> None:
     original(seconds)
-    caller = sys._getframe(2)  # below this function and what stands in for sleep
-    if getattr(measured, "here", False) or not _is_the_programs(caller):
+    caller = sys._getframe(1).f_back  # below this function and what stands in for sleep
+    if getattr(measured, "here", False) or not caller or not _is_the_programs(caller):
         return
     if threading.current_thread() is threading.main_thread():
         machine.clock.wait_until(machine.clock.host + seconds)

@@ -1,9 +1,11 @@
 """Python's time: time.sleep passes on the simulated clock, in the main thread and by a line of the program; what a stopwatch reads is chosen."""
 
+import _thread
 import io
 import os
 import pickle
 import queue
+import sys
 import sysconfig
 import threading
 import time
@@ -177,6 +179,16 @@ def test_libraries_limits_and_dates_keep_this_machines_time(simulated):
         queue.Queue().get(timeout=0.1)
     assert not threading.Event().wait(0.1)
     assert 0.2 <= real() - begin < 5
+
+
+def test_who_asks_without_a_line_of_python_gets_this_machines_time(simulated, monkeypatch):
+    """Ray's threads ask so; there an error is none's, and on Python 3.13 it ends the process."""
+    errors, ended = [], threading.Semaphore(0)
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    for function, arguments in ((time.perf_counter, ()), (time.sleep, (0,)), (ended.release, ())):
+        _thread.start_new_thread(function, arguments)
+        time.sleep(0.05)
+    assert ended.acquire(timeout=10) and not errors
 
 
 def test_timeit_and_benchmark_and_bars_tell_simulated_time(simulated):
