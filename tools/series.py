@@ -39,6 +39,13 @@ def settings() -> dict[str, str]:
         return tomllib.load(file)["tool"]["series"]
 
 
+def marked(page: str, name: str, tool: str, text: str) -> str:
+    """The page with this text between its marks, which say what writes it."""
+    begin, end = f"<!-- {name}: written by tools/{tool}.py -->\n", f"<!-- {name} end -->"
+    before, rest = page.split(begin)
+    return "".join([before, begin, text, "\n", end, rest.split(end)[1]])
+
+
 def notebooks() -> list[Path]:
     """The lessons in the order of reading, which is that of their numbers."""
     return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))

@@ -94,9 +94,7 @@ def main() -> int:
     print(found := table())
     if "--write" in sys.argv[1:]:
         page = series.ROOT / "CONTRIBUTING.md"
-        begin, end = "<!-- sizes: written by tools/sizes.py -->\n", "\n<!-- sizes end -->"
-        before, rest = page.read_text(encoding="utf-8").split(begin)
-        page.write_text("".join([before, begin, found, end, rest.split(end)[1]]), encoding="utf-8")
+        page.write_text(series.marked(page.read_text("utf-8"), "sizes", "sizes", found), encoding="utf-8")
     return 0
 
 

@@ -217,9 +217,7 @@ def stamp_readme(fix: bool) -> list[str]:
     readme = series.ROOT / "README.md"
     new = old = readme.read_text(encoding="utf-8")
     for name, write in {"start": start, "lessons": lessons}.items():
-        begin, end = f"<!-- {name}: written by tools/stamp.py -->\n", f"<!-- {name} end -->"
-        before, rest = new.split(begin)
-        new = "".join([before, begin, write(), "\n", end, rest.split(end)[1]])
+        new = series.marked(new, name, "stamp", write())
     if new == old:
         return []
     if fix:

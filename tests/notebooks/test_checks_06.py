@@ -9,6 +9,7 @@ from torch import nn
 import checks
 from tests.notebooks.answers import PASSED, solution, table
 from tests.processes import no_end
+from virtualgpu import _compat
 
 MIB = 1 << 20
 
@@ -23,10 +24,14 @@ def by_the_modules(widths, batch_size):
 
 
 PEAK = "max(early_in_backward, 4 * parameters)"
+EARLY = (  # older versions of PyTorch keep workspaces
+    "0 of 12 are right within 10%. Farthest off, widths [784, 256, 1024, 10]" if _compat.KEEPS_WORKSPACES
+    else "1 of 12 are right within 10%. Farthest off, widths [1024, 8192, 8192, 1024, 10]"
+)  # fmt: skip
 
 test_estimates = table(checks.estimates, "06", "peak_mib", [
     ((PEAK, "(4 * parameters + activations)"), "Farthest off, widths [784, 256, 1024, 10]"),
-    (("2 * batch_size", "batch_size", PEAK, "early_in_backward"), "of 12 are right within 10%. Farthest off, widths ["),
+    (("2 * batch_size", "batch_size", PEAK, "early_in_backward"), EARLY),
     ((" / 2**20", ""), "it returns bytes, it seems"),
     (lambda widths, batch: None, "it returns None: a number of MiB is asked for"),
     (lambda widths, batch: float("nan"), "it returns nan"),

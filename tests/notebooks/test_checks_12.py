@@ -7,6 +7,7 @@ import pytest
 from checks.notebook_12 import TRIALS, planned, searched
 from notebooks.scripts import plan_llama
 from tests.notebooks.answers import solution
+from virtualgpu import _compat
 
 TABLES = {name: plan_llama.table(name) for name in plan_llama.RUNS}
 
@@ -91,7 +92,9 @@ def test_a_row_of_the_table_comes_out_again(name):
     run = plan_llama.RUNS[name]
     quick = [row for row in TABLES[name] if row[0]["tp"] == 1]
     layout, seconds, gib = random.Random(name).choice(quick)
-    assert plan_llama.trial(run, layout) == pytest.approx((seconds, gib), rel=1e-2)
+    assert plan_llama.trial(run, layout) == pytest.approx(
+        (seconds, gib), rel=1e-2 if _compat.KEEPS_WORKSPACES else 2e-3
+    )
     assert [row[0] for row in TABLES[name]] == [*plan_llama.layouts(run)]
 
 

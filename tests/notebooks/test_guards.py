@@ -203,18 +203,7 @@ def test_the_workflow_runs_each_session_of_the_matrix():
 
 def test_what_opens_the_notebooks_as_colab_imports_what_colab_has():
     lacking = [
-        "jupytext",
-        "babel",
-        "sphinx",
-        "bs4",
-        "myst_nb",
-        "pytest",
-        "nbval",
-        "ray",
-        "accelerate",
-        "safetensors",
-        "GPUtil",
-        "pynvml",
-    ]
+        "jupytext", "babel", "sphinx", "bs4", "myst_nb", "pytest", "nbval", "ray", "accelerate", "safetensors", "GPUtil", "pynvml",
+    ]  # fmt: skip
     code = f"import sys, runpy; sys.modules |= dict.fromkeys({lacking}); runpy.run_path('tests/colab/run.py')"
     subprocess.run([sys.executable, "-c", code], cwd=series.ROOT, check=True)

@@ -196,10 +196,8 @@ class Stopwatch:
     def __call__(self):
         """The time, of the kind that was chosen for who asks."""
         timers, now = self.timers, None
-        kind, caller = (
-            timers.machine.timers,
-            sys._getframe().f_back,
-        )  # None in a library's own thread: Ray's, which collects garbage
+        caller = sys._getframe().f_back  # None in a library's own thread: Ray's, which collects garbage
+        kind = timers.machine.timers
         if kind != "real" and caller and _is_a_stopwatch(caller):
             if kind == "simulated":
                 now = timers.simulated(self.__name__)

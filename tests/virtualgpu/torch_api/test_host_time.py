@@ -201,9 +201,8 @@ def test_timeit_and_benchmark_and_bars_tell_simulated_time(simulated):
     took = [between_events(multiplies) for _ in range(2)][1]
     assert timeit.timeit(multiplies, number=10) / 10 == pytest.approx(took, rel=0.2)
     assert timeit.Timer("multiplies()", globals=locals()).timeit(10) / 10 == pytest.approx(took, rel=0.2)
-    if (
-        benchmark_timer is not timeit.default_timer.original
-    ):  # PyTorch 2.11 chooses when it is imported: here without a GPU
+    # PyTorch 2.11 chooses its timer when it is imported: here without a GPU
+    if benchmark_timer is not timeit.default_timer.original:
         assert Timer("multiplies()", globals=locals()).timeit(10).mean == pytest.approx(took, rel=0.2)
     tqdm = pytest.importorskip("tqdm")
     with tqdm.tqdm(total=10, disable=False, file=io.StringIO()) as bar:
