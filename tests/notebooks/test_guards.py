@@ -112,9 +112,11 @@ def test_what_a_lesson_reads_is_fetched_in_colab():
     paths = [*(series.ROOT / "lessons").glob("*.md")]
     for folder in ("notebooks/figures", "notebooks/scripts", "helpers", "checks"):
         paths += (series.ROOT / folder).glob("*.py")
-    named = r"""(?:\bhome|\bROOT|parents\[\d\]) / ["']([\w./-]+)["'](?: / ["']([\w./-]+)["'])?"""
+    joined = r"""(?:\bhome|\bROOT|parents\[\d\]|\.parent)((?: / ["'][\w./-]+["'])+)"""
     read = {
-        "/" + "/".join(filter(None, found)) for path in paths for found in re.findall(named, path.read_text("utf-8"))
+        "/" + "/".join(re.findall(r"[\w./-]{2,}", names.replace(" / ", " ")))
+        for path in paths
+        for names in re.findall(joined, path.read_text("utf-8"))
     }
     assert read, "none found: the pattern is out of date"
     assert [path for path in sorted(read) if not f"{path}/".startswith(tuple(stamp.FETCHED))] == []
