@@ -64,16 +64,16 @@ def _cut(work: Path) -> None:
 
 
 def _notebook(work: Path) -> None:
-    from tests.faults.programs import notebooks
+    from tests.faults.programs import notebook
 
-    notebooks.write(work)
+    notebook.write(work)
 
 
 def _notebook_lost(work: Path) -> list[str]:
     """Every file of it can be read, and the notebook has its cells."""
     import nbformat
 
-    from tests.faults.programs.notebooks import CELLS
+    from tests.faults.programs.notebook import CELLS
 
     try:
         for path in work.rglob("*.json"):
@@ -183,8 +183,8 @@ TUNE = Subject("tune", [*PYTHON, SEARCH, "."], ("[3, 4, 5, 6]", "done"), {
     "read-only folder": misuse([*PYTHON, SEARCH], "closed", "[Rr]ead-only", _read_only),
     "TMPDIR is not there": misuse([*PYTHON, SEARCH], ".", TMPDIR="/nowhere"),
 }, least=150.0)  # fmt: skip
-NOTEBOOK = Subject("notebook", [*PYTHON, _program("notebooks")], ("[ OK ] 01_short", "1 of 1 notebooks ran"), {
-    "no such notebook": misuse([*PYTHON, _program("notebooks")], "77", "No notebook's name begins with 77"),
-    "no such option": misuse([*PYTHON, _program("notebooks")], "--stores", "--stores"),
-}, _notebook, _notebook_lost, is_ours=True, entries=(_program("notebooks"), str(ROOT / "tools" / "run.py")), least=150.0)  # fmt: skip
+NOTEBOOK = Subject("notebook", [*PYTHON, _program("notebook")], ("[ OK ] 01_short", "1 of 1 notebooks ran"), {
+    "no such notebook": misuse([*PYTHON, _program("notebook")], "77", "No notebook's name begins with 77"),
+    "no such option": misuse([*PYTHON, _program("notebook")], "--stores", "--stores"),
+}, _notebook, _notebook_lost, is_ours=True, entries=(_program("notebook"), str(ROOT / "tools" / "run.py")), least=150.0)  # fmt: skip
 SUBJECTS = {s.name: s for s in (LAUNCH, RUN, TORCHRUN, FIT, EXPLAIN, TUNE, NOTEBOOK)}
