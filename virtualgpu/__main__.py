@@ -2,7 +2,11 @@
 
 import sys
 
-from virtualgpu.run.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        from virtualgpu.run.cli import main
+
+        status = main(sys.argv[1:])
+    except KeyboardInterrupt:  # while modules load: main() catches it later
+        status = 130
+    sys.exit(status)

@@ -61,7 +61,9 @@ def _raw(subject: Subject, complaint: str) -> list[str]:
         wrong.append(f"raw: {last(complaint)!r}")
     for trace in complaint.split("Traceback (most recent call last):")[1:]:
         files = re.findall(r'^  File "([^"]+)", line', trace, re.M)
-        if subject.is_ours and files and any(path in files for path in subject.entries):
+        # interrupted while modules load, before main(), any Python program says so with a traceback
+        begun = ", in main\n" in trace or not last(trace).startswith("KeyboardInterrupt")
+        if subject.is_ours and begun and any(path in files for path in subject.entries):
             wrong.append(f"a traceback of ours: {last(trace)!r}, from {os.path.relpath(files[-1], ROOT)}")
     return wrong
 

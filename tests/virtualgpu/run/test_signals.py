@@ -172,6 +172,23 @@ def test_a_signal_leaves_nothing_that_was_tried(start, tmp_path, search, number,
     assert path.exists()
 
 
+@pytest.mark.parametrize("module", ["virtualgpu.run.launcher", "virtualgpu.run.fit.search"])
+def test_ctrl_c_while_the_runner_loads_leaves_no_traceback(module):
+    """A module that is interrupted as it is imported, as Ctrl-C a moment after the start would."""
+    code = f"""if True:
+        import runpy, sys
+        class Finder:
+            def find_spec(name, path, target=None):
+                if name == "{module}":
+                    raise KeyboardInterrupt
+        sys.meta_path.insert(0, Finder)
+        sys.argv[1:] = ["fit", "train.py"]
+        runpy.run_module("virtualgpu", run_name="__main__")
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX threads")
 def test_a_signal_that_another_thread_was_given_is_heard():
     """The system may give it to any; Python handles it in the main thread, which then must not sleep until a program ends."""
