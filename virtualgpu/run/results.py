@@ -1,6 +1,7 @@
 """What the processes of a program leave in the run's folder for the runner: JSON files, and one Chrome trace out of theirs."""
 
 import contextlib
+import errno
 import json
 import os
 from typing import Any
@@ -28,9 +29,13 @@ def lost(folder: str, status: int | None, output: str) -> str:
         return ""
     try:
         leave(folder, "tried", " " * 4096)
+        begun = [name for name in os.listdir(folder) if name[:1].isdigit() and not os.path.getsize(f"{folder}/{name}")]
+        why = os.strerror(errno.ENOSPC) if begun else ""  # it was full then, and is no more
     except OSError as error:
-        return f"its figures could not be written: {error.strerror} in {folder}: free some space, or set TMPDIR to another folder"
-    return ""
+        why = error.strerror or str(error)
+    return (
+        why and f"its figures could not be written: {why} in {folder}: free some space, or set TMPDIR to another folder"
+    )
 
 
 def collect(folder: str, kind: str) -> list[tuple[int, Any]]:

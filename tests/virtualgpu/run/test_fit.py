@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import sys
 import types
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -344,12 +345,17 @@ def test_what_a_full_disk_left_out_is_not_laid_at_the_programs_door(monkeypatch)
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    def trial(status):
-        ended = SimpleNamespace(output_of=lambda *args: (status, ""))
+    def trial(status, output_of=None):
+        ended = SimpleNamespace(output_of=output_of or (lambda *args: (status, "")))
         cards = environment.Settings(launcher.find_cards(1, "T4", None))
         return search._trial(ended, cards, ["a.py"], Trial("T4", 1, {}, "fits"), None)
 
+    def begun(command, environment, folder, limit):
+        Path(folder, "77.ledger").touch()
+        return 0, ""
+
     assert trial(0).words == "the program used no GPU"
+    assert trial(0, begun).words.startswith("its figures could not be written: No space left on device in ")
     monkeypatch.setattr(results, "leave", full)
     for status in (0, 120):
         failed = trial(status)

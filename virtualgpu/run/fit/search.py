@@ -238,7 +238,7 @@ def _trial(
         settings = settings._replace(folder=path)
         status, output = programs.output_of(command, launcher.environment_of(settings, os.environ), path, limit)
         processes, used = trials.collect(path), entries(path)
-        lost = "" if processes else results.lost(path, status, output)
+        lost = "" if processes and used else results.lost(path, status, output)
     peaks = [max(usages) for usages in zip(*([u.peak_reserved for u in e.gpus] for e in used), strict=True)]
     stepped = [rank for rank in processes if rank.ends]
     timed = [rank for rank in processes if rank.seconds is not None]
