@@ -170,7 +170,7 @@ FIT = Subject("fit", [*FITS, "--like", "T4,L4", "--vary", "batch-size=8,16", "--
     "no table of prices": misuse(FITS, "--prices none.csv TRAIN", "none.csv"),
     "prices that are none": misuse(FITS, "--prices TRAIN TRAIN", "price|column"),
     "an option of none": misuse(FITS, "--vary batch-size=x TRAIN", "ValueError|invalid literal"),
-    "a limit too short": misuse(FITS, "--limit 1 TRAIN", "had not ended after 1 s"),
+    "a limit too short": misuse(FITS, "--limit 1 --steps 50 TRAIN", "had not ended after 1 s"),
 }, is_ours=True, may_be_0=True, least=150.0)  # fmt: skip
 EXPLAIN = Subject("explain", [*EXPLAINS, "--like", "V100", "--limit", "90", TRAIN], ("the step", "Also tried"), {
     "no such file": misuse(EXPLAINS, NO_FILE, NO_PROGRAM),
