@@ -46,6 +46,7 @@ GRADIENT = {"forward": (1.0, 1.0), "image": (1.7, 1.6), "weight": (1.15, 2.0)}
 LARGE, SINGLE = 49, {"forward": 0.095, "image": 0.10, "weight": 1.35}
 # What the table tells apart, its word for all sizes together, and the FLOPs of a pass between its classes of size
 KIND, ANY, SIZES = ("pass", "kind", "dtype", "layout", "size"), "any", (2e9, 2e10)
+# Where one type of 16 bits was not measured, the other's row stands for it: the same kernels, compiled for both
 OTHER_HALF = {FLOAT16: BFLOAT16, BFLOAT16: FLOAT16}
 
 
@@ -144,8 +145,7 @@ class Pass(NamedTuple):
         """With its launches."""
         table = measured_rows("convolutions", kernels.spec, *KIND)
         which, kind, key, layout, size = self.kind
-        # where one type of 16 bits was not measured, the other's: the same kernels, compiled for both
-        types = (key, OTHER_HALF[key]) if key in OTHER_HALF else (key,)
+        types = key, OTHER_HALF.get(key, key)
         found = (table.get((which, kind, of, layout, of_size)) for of in types for of_size in (size, ANY))
         row = next(filter(None, found), None)
         return by_the_rule(kernels, self) * (float(row["factor"]) if row else 1.0)
